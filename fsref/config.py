@@ -1,0 +1,370 @@
+"""Frozen settings of a run, read from TOML.
+
+Owns the names, types, bounds and defaults of every setting, overrides from the command line, and the messages for bad ones.
+Nothing below this module reads the environment or a config file; each part gets the section that it needs.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from fsref.errors import ConfigError
+from fsref.refs import Codec, Field
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section: frozen, keyword-only, unknown keys refused."""
+
+
+class RunSection(Section, frozen=True, kw_only=True):
+    """``[run]``: what is common to all roles."""
+
+    id: str = ""
+    """Run id (``[a-z0-9][a-z0-9._-]*``); empty mints one at start."""
+    root: str = "runs"
+    """Folder or fsspec URL that holds runs; objects, steps and the ledger lie under ``<root>/<id>``."""
+    run_dir: str = ""
+    """POSIX folder for addresses, logs, weights, checkpoints and metrics; empty: ``<root>/<id>``, which needs a POSIX root."""
+    steps: Count = 24
+    """Training steps."""
+    seed: Natural = 0
+    """Seeds model, tasks, sampling and shuffles."""
+    fields: tuple[str, ...] = ("routed_experts", "top_logprobs", "sampling_mask")
+    """Arrays that every trainable sample must carry. A sample without one of them ends the run with an error that names it."""
+    missing: Literal["strict", "fallback"] = "strict"
+    """``strict``: a sample whose needed field has missing rows of trained tokens is an error; ``fallback``: it trains, and is counted."""
+
+
+class ModelSection(Section, frozen=True, kw_only=True):
+    """``[model]``: the policy's folder in Hugging Face format."""
+
+    path: str = ""
+    """Empty: a tiny random Qwen3-MoE is made under ``<run_dir>/model``."""
+    name: str = "policy"
+    """The name under which inference serves it."""
+
+
+class InferenceSection(Section, frozen=True, kw_only=True):
+    """``[inference]``: who samples."""
+
+    kind: Literal["demo", "vllm"] = "demo"
+    """``demo``: the server in this package; ``vllm``: ``vllm.entrypoints.openai.api_server`` in its own process."""
+    address: str = ""
+    """``http://host:port`` of a server that runs already; empty: the launcher starts one on a free loopback port."""
+    concurrent_max: Count = 64
+    """Demo server: sequences in one decode batch."""
+    context_max: Count = 1024
+    """Tokens of prompt plus completion."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments for vLLM."""
+    env: dict[str, str] = {}
+    """Further environment variables of the inference process."""
+    start_s: Positive = 300.0
+    """How long to wait until it answers."""
+
+
+class EnvSection(Section, frozen=True, kw_only=True):
+    """``[[env]]``: one environment source and its servers."""
+
+    name: str
+    """``[a-z0-9-]{1,32}``; part of incarnation labels, addresses and logs."""
+    split: Literal["train", "eval"] = "train"
+    taskset: str = "fsref.envserver.demo_tasks"
+    """verifiers taskset id."""
+    args: dict[str, Any] = {}
+    """verifiers taskset config."""
+    replicas: Count = 1
+    """Server processes that the launcher starts; limits below apply to each."""
+    workers: Count = 1
+    """Worker processes of each server."""
+    concurrent_max: Count = 64
+    """Runs in flight per replica."""
+    weight: Positive = 1.0
+    """Share of groups among sources of the same split."""
+    serve_address: str = ""
+    """``tcp://host:port`` of a server that someone else runs; empty: the launcher starts the replicas."""
+
+
+class SamplingSection(Section, frozen=True, kw_only=True):
+    """``[sampling]``: sent with every train request."""
+
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 64
+    min_p: Fraction = 0.0
+    tokens_max: Count = 32
+    """Completion tokens per turn."""
+    top_logprobs: Natural = 8
+    """Entries of the top-k head; 0 where the run has no such field."""
+
+
+class OrchestratorSection(Section, frozen=True, kw_only=True):
+    """``[orchestrator]``: dispatch, advantages, filters, packing."""
+
+    batch_size: Count = 64
+    """Episodes a step, before filters; a multiple of ``group_size``."""
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """Episodes of one task whose rewards are compared."""
+    tokens_per_micro_batch: Count = 2048
+    """Token budget of a packed micro batch."""
+    sequence_tokens_max: Count = 1024
+    """Longer samples are truncated or dropped, see ``overlong``."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    off_policy_max: Natural = 2
+    """Versions that a sample's weights may lag behind the step that trains it; older samples are dropped as stale."""
+    ahead_max: Natural = 1
+    """Batches that may be generated ahead of the newest weights."""
+    filter_zero_advantage: bool = True
+    """Drop groups whose rewards are all equal."""
+    shuffle_advantages: bool = False
+    """A control for experiments: permutes advantages over the samples of a batch, so nothing can be learned."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0: none."""
+    eval_episodes: Natural = 16
+    run_deadline_s: Positive = 120.0
+    """An episode that takes longer is cancelled and counted as failed."""
+    retries_max: Natural = 3
+    """Attempts for an episode that failed because its replica died."""
+    replica_wait_s: Positive = 120.0
+    """How long to wait for the address files and health of the replicas."""
+
+
+class ParallelSection(Section, frozen=True, kw_only=True):
+    """``[trainer.parallel]``: how a step is laid over ranks."""
+
+    data: Count = 2
+    """Data ranks; each reads its own rank file."""
+
+
+class LossSection(Section, frozen=True, kw_only=True):
+    """``[trainer.loss]``."""
+
+    replay: bool = True
+    """Route as the sampler did."""
+    ratio_low: Fraction = 0.5
+    ratio_high: Annotated[float, Meta(ge=1)] = 2.0
+    """IcePop band: tokens whose trainer-to-sampler ratio lies outside do not train."""
+    center_weight: Annotated[float, Meta(ge=0)] = 0.1
+    """Weight of the score-centering term over the top-k head."""
+
+
+class TrainerSection(Section, frozen=True, kw_only=True):
+    """``[trainer]``: ranks, optimiser, checkpoints."""
+
+    parallel: ParallelSection = ParallelSection()
+    loss: LossSection = LossSection()
+    learning_rate: Positive = 3e-3
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    grad_norm_max: Positive = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: Count = 4
+    """Steps between checkpoints; the last step always gets one."""
+    commit: Literal["fetched", "checkpoint", "keep_last"] = "checkpoint"
+    """When a step's arrays are removed."""
+    keep_last: Count = 2
+    """Steps whose arrays stay, where ``commit = "keep_last"``."""
+    weights_keep: Count = 3
+    """Weight folders that stay on disk."""
+    step_wait_s: Positive = 600.0
+    """How long to wait for the next step file."""
+    collective_s: Positive = 300.0
+    """Deadline of a collective operation."""
+    threads: Count = 1
+    """Compute threads per rank."""
+
+
+class StoreSection(Section, frozen=True, kw_only=True):
+    """``[store]``: how bytes move."""
+
+    durability: Literal["node", "process"] = "node"
+    """``node``: fsync file and directory, survives node loss; ``process``: rename only."""
+    fetch_threads: Count = 2
+    write_threads: Count = 2
+    bytes_inflight_max: Count = 256 << 20
+    """Fetched bytes that are not yet assembled, per process."""
+    bytes_object_max: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)] = (1 << 32) - 1
+    retries_max: Natural = 4
+    """Attempts after the first for a read that may heal."""
+    retry_s: Positive = 10.0
+    """Deadline over all attempts of one read."""
+    prefetch_steps: Natural = 1
+    """Steps fetched ahead of the one that trains."""
+    endpoint: str = ""
+    """S3-compatible endpoint URL; credentials come from the environment or the instance, never from here."""
+    region: str = ""
+
+
+class LedgerSection(Section, frozen=True, kw_only=True):
+    """``[ledger]``: removal."""
+
+    strict: bool = False
+    """Raise on a second drop of the same object by the same holder; else it is suppressed and counted."""
+    batch_ids_max: Count = 1000
+    batch_wait_s: Positive = 0.1
+    delete_threads: Count = 4
+
+
+class LauncherSection(Section, frozen=True, kw_only=True):
+    """``[launcher]``: processes."""
+
+    restarts_max: Natural = 3
+    """Restarts of a dead env-server replica."""
+    stop_s: Positive = 20.0
+    """Grace between SIGTERM and SIGKILL."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    inference: InferenceSection = InferenceSection()
+    env: tuple[EnvSection, ...] = ()
+    sampling: SamplingSection = SamplingSection()
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    trainer: TrainerSection = TrainerSection()
+    store: StoreSection = StoreSection()
+    ledger: LedgerSection = LedgerSection()
+    launcher: LauncherSection = LauncherSection()
+    codec: Codec = Codec()
+    field: tuple[Field, ...] = ()
+    """``[[field]]``: declarations of fields that this version does not know by name; list them in ``run.fields`` too."""
+
+    def __post_init__(self) -> None:
+        if self.orchestrator.batch_size % self.orchestrator.group_size:
+            raise ConfigError(
+                f"orchestrator.batch_size {self.orchestrator.batch_size} is not a multiple of group_size {self.orchestrator.group_size}"
+            )
+        names = [e.name for e in self.env]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"two [[env]] tables have the same name: {sorted(names)}")
+        if not self.run.fields:
+            raise ConfigError("run.fields is empty: name the arrays that the run needs")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies ``section.key=value`` overrides (TOML values; bare words are strings).
+
+    Raises ``ConfigError`` with the file, the key and, for a typo, the nearest name.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {e.strerror}") from e
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from e
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep or not key:
+            raise ConfigError(f"override {item!r} is not of the form section.key=value")
+        _assign(data, key, _toml_value(value))
+    return build(data, source=str(path))
+
+
+def build(data: Mapping[str, Any], *, source: str = "config") -> Config:
+    """Checks plain data and returns the frozen ``Config``; raises ``ConfigError``."""
+    _refuse_unknown(data, Config, "", source)
+    try:
+        return msgspec.convert(data, Config)
+    except msgspec.ValidationError as e:
+        if isinstance(e.__cause__, ConfigError):
+            raise ConfigError(f"{source}: {e.__cause__}") from e
+        raise ConfigError(f"{source}: {str(e).replace('`$.', '`').replace(' - at ', ' at ')}") from e
+
+
+def dump(config: Config) -> bytes:
+    """The JSON form that roles are started with; ``parse`` reads it back."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=1)
+
+
+def parse(data: bytes) -> Config:
+    """Inverse of ``dump``."""
+    try:
+        plain = msgspec.json.decode(data)
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"not a config: {e}") from e
+    return build(plain, source="resolved config")
+
+
+def keys(section: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
+    """Every scalar setting as a dotted name, in order of declaration."""
+    out: list[str] = []
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        inner = _struct_of(hint)
+        if inner is not None and get_origin(hint) is not tuple:
+            out += keys(inner, f"{prefix}{name}.")
+        else:
+            out.append(f"{prefix}{name}")
+    return out
+
+
+def _struct_of(hint: Any) -> type[msgspec.Struct] | None:
+    if get_origin(hint) is Annotated:
+        return _struct_of(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return _struct_of(get_args(hint)[0])
+    return hint if isinstance(hint, type) and issubclass(hint, msgspec.Struct) else None
+
+
+def _refuse_unknown(data: Any, section: type[msgspec.Struct], prefix: str, source: str) -> None:
+    if isinstance(data, list):
+        for n, item in enumerate(data):
+            _refuse_unknown(item, section, f"{prefix[:-1]}[{n}].", source)
+        return
+    if not isinstance(data, Mapping):
+        return
+    hints = get_type_hints(section, include_extras=True)
+    for key, value in data.items():
+        if key not in hints:
+            raise ConfigError(f"{source}: unknown key {prefix}{key!s}{_nearest(str(key), list(hints), prefix)}")
+        inner = _struct_of(hints[key])
+        if inner is not None:
+            _refuse_unknown(value, inner, f"{prefix}{key}.", source)
+
+
+def _nearest(key: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    elsewhere = difflib.get_close_matches(key, [k.rsplit(".", 1)[-1] for k in keys()], n=1, cutoff=0.8)
+    if elsewhere:
+        full = next(k for k in keys() if k.rsplit(".", 1)[-1] == elsewhere[0])
+        return f"; did you mean {full}?"
+    return f"; known here: {', '.join(sorted(known))}"
+
+
+def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+    at: Any = data
+    parts = key.split(".")
+    for n, part in enumerate(parts[:-1]):
+        at = _element(at, part, key) if isinstance(at, list) else at.setdefault(part, {})
+        if not isinstance(at, dict | list):
+            raise ConfigError(f"override {key!r}: {'.'.join(parts[: n + 1])} is a value, not a section")
+    if isinstance(at, list):
+        raise ConfigError(f"override {key!r}: name an element by its number, as in env.0.replicas")
+    at[parts[-1]] = value
+
+
+def _element(items: list[Any], part: str, key: str) -> Any:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(f"override {key!r}: {part!r} is not an index below {len(items)}")
+    return items[int(part)]
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text

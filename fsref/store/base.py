@@ -1,0 +1,121 @@
+"""The contract of a store: what every backend implements, the least of it.
+
+A name is a ``/``-separated path below the run's root, made of parts that match ``[A-Za-z0-9._=-]+`` (no ``..``); the store refuses
+others with ``BadRef`` before any I/O. Every failure is a ``StoreError`` subclass; anything else is a bug of the backend.
+"""
+
+import abc
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsref.errors import BadRef, StoreError
+
+Buffer = bytes | bytearray | memoryview | NDArray[Any]
+Durability = Literal["node", "process"]
+
+_PART: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}", re.ASCII)
+NAME_MAX: Final = 512
+
+
+def check_name(name: str) -> str:
+    """Returns ``name`` if it is a legal object name or prefix, else raises ``BadRef``."""
+    if len(name) > NAME_MAX or not name or not all(_PART.fullmatch(p) for p in name.split("/")):
+        raise BadRef(f"{name[:80]!r} is not a legal name below a run's root")
+    return name
+
+
+class Entry(NamedTuple):
+    """One listed object."""
+
+    name: str
+    byte_count: int
+
+
+class Deletion(enum.Enum):
+    """What a removal found."""
+
+    DONE = "done"
+    ABSENT = "absent"
+
+
+class ObjectFile(abc.ABC):
+    """One open object for ranged reads. Close it; a context manager."""
+
+    name: str
+    byte_count: int
+    """Size of the whole object."""
+
+    @abc.abstractmethod
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fills ``out`` (uint8, contiguous) from ``offset``; safe from several threads.
+
+        Raises ``ObjectCorrupt`` if the object ends before ``out`` is full; never leaves a part of it unset in silence.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Store(abc.ABC):
+    """Named byte objects below one root. Safe from several threads; open one per process (never pickle one)."""
+
+    url: str
+    """For people; without credentials."""
+    posix_path: str | None = None
+    """The root as a local path, where it is one."""
+
+    @abc.abstractmethod
+    def put(self, name: str, buffers: Sequence[Buffer], *, durability: Durability = "node") -> None:
+        """Publishes a new object atomically: readers see all of it or nothing, and no staging file stays after an error.
+
+        Raises ``ObjectExists`` if the name is taken (names are never reused), ``StoreFull``, ``StoreDenied``, ``StoreUnavailable``.
+        """
+
+    @abc.abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Publishes a small control file atomically and durably, over an older one if there is one."""
+
+    @abc.abstractmethod
+    def open(self, name: str) -> ObjectFile:
+        """Opens an object for ranged reads; raises ``ObjectMissing``."""
+
+    @abc.abstractmethod
+    def delete(self, names: Sequence[str]) -> dict[str, Deletion | StoreError]:
+        """Removes objects one by one; the outcome of each is in the result, nothing is raised for one that failed."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """Every object whose name starts with ``prefix + "/"``, staging files included, in any order.
+
+        Raises ``StoreError`` if the listing is not complete; a prefix without objects yields nothing.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def read(self, name: str, *, bytes_max: int) -> bytes:
+        """A whole small object; raises ``StoreError`` if it is larger than ``bytes_max``."""
+        with self.open(name) as file:
+            if file.byte_count > bytes_max:
+                raise StoreError(f"{self.url}/{name} has {file.byte_count} bytes, at most {bytes_max} are read here")
+            out = np.empty(file.byte_count, np.uint8)
+            file.read_into(0, out)
+            return out.tobytes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
