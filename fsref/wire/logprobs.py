@@ -1,0 +1,156 @@
+"""Sampled logprobs and top-k heads out of ``choice.logprobs.content``.
+
+One entry per completion token: ``{"token_id": N, "logprob": x, "top_logprobs": [...]}`` (vLLM 0.32) or the same with
+``"token": "token_id:N"`` (0.27). ``top_logprobs`` asked with k holds **at most k entries, the sampled token first**, then the most
+probable others in descending order: when the sampled token is outside the top k, one true top-k entry is missing. So ask k + 2.
+
+What is kept: with ``head=None`` the entries as the engine sent them, in its order. With ``head=k`` the k most probable entries in
+descending order, chosen without regard to which token was sampled (a head that always holds the sampled token is biased by the
+action); entries tied across the cut are left out together. Entries at vLLM's clamp -9999 stand for minus infinity (tokens that
+truncation removed) and are never kept.
+
+Shape letters: T completion tokens, N entries.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsref.errors import WireError
+from fsref.refs import Ragged
+
+LOGPROB_CLAMP: Final = -9999.0
+"""vLLM writes minus infinity, and a logprob that it does not have, as this value."""
+_WHAT: Final = "logprobs.content"
+_ABOVE_ONE: Final = 1e-5
+"""float32 logprobs of probability one may lie this far above zero."""
+
+Token = Sequence[int] | NDArray[np.integer[Any]]
+
+
+def decode_logprobs(content: object, *, token_ids: Token) -> NDArray[np.float32]:
+    """The sampler's logprob of each completion token, float32 [T].
+
+    Raises ``WireError`` if the entries are not those of ``token_ids`` in order, or one has no finite logprob (or the clamp,
+    which proves nothing).
+    """
+    entries = _entries(content, len(token_ids))
+    ids = [_token_id(e, n) for n, e in enumerate(entries)]
+    for n, (found, asked) in enumerate(zip(ids, token_ids, strict=True)):
+        if found != int(asked):
+            raise WireError(f"{_WHAT}[{n}]: token id {found} found, the completion has {int(asked)} there")
+    return np.asarray([_logprob(e, n, sampled=True) for n, e in enumerate(entries)], dtype=np.float32)
+
+
+def decode_top_logprobs(content: object, *, token_ids: Token, head: int | None = None) -> Ragged:
+    """The top-k head of each completion token: counts int32 [T], ``ids`` int32 [N] and ``logprobs`` float32 [N].
+
+    ``head`` chooses what is kept, see the module. Raises ``WireError`` for entries of an unknown form, ids that are negative or
+    repeat, logprobs that are not finite or above zero, or a token without candidates.
+    """
+    entries = _entries(content, len(token_ids))
+    lists = [_candidates(e, n) for n, e in enumerate(entries)]
+    flat = list(chain.from_iterable(lists))
+    ids_N = np.asarray([_token_id(c, n) for n, c in enumerate(flat)], dtype=np.int64)
+    logprobs_N = np.asarray([_logprob(c, n, sampled=False) for n, c in enumerate(flat)], dtype=np.float32)
+    if ids_N.size and int(ids_N.max()) > np.iinfo(np.int32).max:
+        raise WireError(f"{_WHAT}: token id {int(ids_N.max())} does not fit int32")
+    rows_N = np.repeat(np.arange(len(lists)), [len(c) for c in lists])
+    _refuse_repeats(rows_N, ids_N)
+    real = logprobs_N != LOGPROB_CLAMP
+    rows_N, ids_N, logprobs_N = rows_N[real], ids_N[real], logprobs_N[real]
+    if head is not None:
+        keep = _head_order(rows_N, ids_N, logprobs_N, head)
+        rows_N, ids_N, logprobs_N = rows_N[keep], ids_N[keep], logprobs_N[keep]
+    counts = np.bincount(rows_N, minlength=len(lists)).astype(np.int32)
+    return Ragged(counts, {"ids": ids_N.astype(np.int32), "logprobs": logprobs_N})
+
+
+def _head_order(rows_N: NDArray[Any], ids_N: NDArray[Any], logprobs_N: NDArray[Any], head: int) -> NDArray[np.intp]:
+    """Indices of the entries to keep: per row the ``head`` most probable, ties by id, ties across the cut dropped together."""
+    order = np.lexsort((ids_N, -logprobs_N, rows_N))
+    rows, values = rows_N[order], logprobs_N[order]
+    first = np.searchsorted(rows, rows, side="left")
+    rank = np.arange(len(rows)) - first
+    keep = rank < head
+    cut = first + head  # the first entry behind each row's cut
+    has_cut = (cut < len(rows)) & (rows[np.minimum(cut, len(rows) - 1)] == rows) if len(rows) else keep
+    tied = has_cut & (values == values[np.minimum(cut, max(len(rows) - 1, 0))]) if len(rows) else keep
+    kept: NDArray[np.intp] = order[keep & ~tied]
+    return kept
+
+
+def _entries(content: object, token_count: int) -> list[Any]:
+    if isinstance(content, Mapping):
+        content = content.get("content")
+    if not isinstance(content, list):
+        raise WireError(f"{_WHAT}: a list expected, {type(content).__name__} found")
+    if len(content) != token_count:
+        raise WireError(f"{_WHAT}: {len(content)} entries found for {token_count} completion tokens")
+    return content
+
+
+def _candidates(entry: object, n: int) -> list[Any]:
+    candidates = entry.get("top_logprobs") if isinstance(entry, Mapping) else None
+    if not isinstance(candidates, list) or not candidates:
+        raise WireError(f"{_WHAT}[{n}].top_logprobs: a list of candidates expected, {candidates!r:.80} found; was logprobs asked for?")
+    return candidates
+
+
+def _token_id(entry: object, n: int) -> int:
+    if isinstance(entry, Mapping):
+        token_id = entry.get("token_id")
+        if type(token_id) is int and token_id >= 0:
+            return token_id
+        text = entry.get("token")
+        if token_id is None and isinstance(text, str) and text.startswith("token_id:"):
+            digits = text[9:]
+            if digits.isascii() and digits.isdigit() and len(digits) <= 10:
+                return int(digits)
+        raise WireError(f"{_WHAT}: entry {n} has token_id {token_id!r} and token {text!r:.40}; one must name a token id")
+    raise WireError(f"{_WHAT}: entry {n} is {type(entry).__name__}, an object expected")
+
+
+def _logprob(entry: Mapping[str, Any], n: int, *, sampled: bool) -> float:
+    value = entry.get("logprob")
+    if type(value) is int and LOGPROB_CLAMP <= value <= 0:
+        value = float(value)
+    if type(value) is not float or not math.isfinite(value) or value > _ABOVE_ONE:
+        raise WireError(f"{_WHAT}: entry {n} has logprob {value!r}; a finite number of at most 0 expected")
+    if sampled and value == LOGPROB_CLAMP:
+        raise WireError(f"{_WHAT}: entry {n} has logprob {value}, vLLM's word for 'none': the sampler left no evidence")
+    return value
+
+
+def _refuse_repeats(rows_N: NDArray[Any], ids_N: NDArray[Any]) -> None:
+    order = np.lexsort((ids_N, rows_N))
+    rows, ids = rows_N[order], ids_N[order]
+    repeats = np.flatnonzero((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]))
+    if len(repeats):
+        raise WireError(f"{_WHAT}[{int(rows[repeats[0]])}]: token id {int(ids[repeats[0]])} stands twice among the candidates")
+
+
+def encode_content(
+    *, token_ids: Token, logprobs: NDArray[np.float32], heads: Ragged | None, ranks: Token | None = None
+) -> list[dict[str, Any]]:
+    """vLLM 0.32's ``logprobs.content``: integer token ids. ``heads`` rows come as they shall be sent, the sampled token first.
+
+    Minus infinity becomes vLLM's clamp. ``ranks`` [T] is the sampled token's vocabulary rank, 1 for the most probable.
+    """
+    out: list[dict[str, Any]] = []
+    at = 0
+    ids = heads.columns["ids"].tolist() if heads is not None else []
+    values = np.maximum(heads.columns["logprobs"], LOGPROB_CLAMP).tolist() if heads is not None else []
+    for n, (token_id, logprob) in enumerate(zip(token_ids, np.maximum(logprobs, LOGPROB_CLAMP).tolist(), strict=True)):
+        stop = at + (int(heads.counts[n]) if heads is not None else 0)
+        top = [{"token_id": i, "logprob": v} for i, v in zip(ids[at:stop], values[at:stop], strict=True)]
+        at = stop
+        entry: dict[str, Any] = {"token_id": int(token_id), "logprob": logprob, "top_logprobs": top}
+        if ranks is not None:
+            entry["rank"] = int(ranks[n])
+        out.append(entry)
+    return out
