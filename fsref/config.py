@@ -126,6 +126,8 @@ class OrchestratorSection(Section, frozen=True, kw_only=True):
     """Batches that may be generated ahead of the newest weights."""
     filter_zero_advantage: bool = True
     """Drop groups whose rewards are all equal."""
+    normalise_advantages: bool = False
+    """Divide advantages by the standard deviation of their group's rewards."""
     shuffle_advantages: bool = False
     """A control for experiments: permutes advantages over the samples of a batch, so nothing can be learned."""
     eval_every: Natural = 0
@@ -137,6 +139,14 @@ class OrchestratorSection(Section, frozen=True, kw_only=True):
     """Attempts for an episode that failed because its replica died."""
     replica_wait_s: Positive = 120.0
     """How long to wait for the address files and health of the replicas."""
+    groups_failed_max: Count = 16
+    """Groups dropped one after the other, because a member could not finish, before the run ends with the last one's reason."""
+    batches_empty_max: Count = 16
+    """Batches collected one after the other of which nothing is left to train, before the run ends."""
+    weights_wait_s: Positive = 600.0
+    """How long to wait for the weights that the next batch needs."""
+    weights_poll_s: Positive = 0.1
+    """Seconds between looks for new weights."""
 
 
 class ParallelSection(Section, frozen=True, kw_only=True):
@@ -253,24 +263,35 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies ``section.key=value`` overrides (TOML values; bare words are strings).
+    """Reads a TOML file, or the JSON form of ``dump`` if so suffixed, and applies ``section.key=value`` overrides.
+
+    An override's value is TOML; a bare word is a string.
 
     Raises ``ConfigError`` with the file, the key and, for a typo, the nearest name.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"cannot read the config {str(path)!r}: {e.strerror}") from e
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from e
+    data = _read(Path(path))
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:
             raise ConfigError(f"override {item!r} is not of the form section.key=value")
         _assign(data, key, _toml_value(value))
     return build(data, source=str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
+    try:
+        data = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError) as e:
+        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from e
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds no settings")
+    return data
 
 
 def build(data: Mapping[str, Any], *, source: str = "config") -> Config:
