@@ -436,6 +436,7 @@ class PayloadRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     hashed_count: int
     """Tokens of the branch when it was stored."""
     segments: tuple[Segment, ...]
+    """Tile the stored tokens in ascending order; where merged payloads overlap, whoever builds the reference cuts the rows."""
     missing: bytes = b""
     """Missing token ranges per field, varint coded by ``fsref.plan.index``; empty if none."""
     stats: tuple[tuple[int, int], ...] = ()
@@ -450,6 +451,13 @@ class PayloadRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             raise BadRef(f"{len(self.segments)} segments, at most {SEGMENTS_MAX} are allowed")
         if sum(len(s.index) for s in self.segments) + len(self.missing) > BYTES_REF_MAX:
             raise BadRef(f"the reference is larger than {BYTES_REF_MAX} bytes")
+        at = 0
+        for s in self.segments:
+            if s.token_start != at:
+                raise BadRef(f"segment {s.object_id} starts at token {s.token_start}, {at} was due: segments tile the tokens in order")
+            at = s.tokens.stop
+        if self.segments and at != self.hashed_count:
+            raise BadRef(f"the segments cover {at} tokens of {self.hashed_count}")
 
     @property
     def object_ids(self) -> tuple[str, ...]:

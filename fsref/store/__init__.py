@@ -1,6 +1,6 @@
 """Bytes in and out of a root, behind one seam: ``Store``. Errors of every backend are mapped to ``fsref.errors`` here."""
 
 from fsref.store.base import Buffer, Deletion, Entry, ObjectFile, Store
-from fsref.store.open import open_root
+from fsref.store.open import open_root, posix_root
 
-__all__ = ["Buffer", "Deletion", "Entry", "ObjectFile", "Store", "open_root"]
+__all__ = ["Buffer", "Deletion", "Entry", "ObjectFile", "Store", "open_root", "posix_root"]

@@ -1,0 +1,187 @@
+"""The compact forms inside a reference: an object's chunk index and the missing token ranges.
+
+Index (one per segment): varint stored tokens, varint bit map of present fields in schema order; per present ragged field, for each
+token range, varint values in it; then, in file order, each chunk's stored size as a zigzag varint of the difference to the previous
+chunk of the same array. Missing: varint bit map of fields that have missing ranges; per such field varint count, then per range
+varint gap since the last stop and varint length.
+
+Decoding treats the bytes as hostile: every number and sum is bounded before anything is allocated.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from fsref.errors import BadRef
+from fsref.plan.layout import Layout, offsets
+from fsref.refs import BYTES_OBJECT_MAX, TOKENS_MAX, PayloadRef, Schema, Segment, TokenRange
+
+_VARINT_BYTES_MAX: Final = 7
+CHUNKS_MAX: Final = 4096
+
+
+def encode_index(layout: Layout, sizes: Sequence[int]) -> bytes:
+    """The index of an object with the given stored chunk sizes, in file order."""
+    out = bytearray()
+    _put(out, layout.token_count)
+    _put(out, sum(1 << n for n, f in enumerate(layout.schema.fields) if f.name in layout.present))
+    for field in layout.schema.fields:
+        if field.ragged and field.name in layout.present:
+            before = 0
+            for total in layout.value_sums[field.name]:
+                _put(out, total - before)
+                before = total
+    last = [0] * len(layout.arrays)
+    for chunk, size in zip(layout.chunks, sizes, strict=True):
+        delta = size - last[chunk.array]
+        last[chunk.array] = size
+        _put(out, (delta << 1) ^ (delta >> 63))
+    return bytes(out)
+
+
+def decode_index(segment: Segment, schema: Schema) -> tuple[Layout, list[int], list[int]]:
+    """Layout, stored sizes and offsets of a segment's chunks. Raises ``BadRef`` for anything that cannot be."""
+    layout, at = _decode_layout(segment, schema)
+    data = segment.index
+    last = [0] * len(layout.arrays)
+    sizes = []
+    for chunk in layout.chunks:
+        coded, at = _get(data, at)
+        size = last[chunk.array] + ((coded >> 1) ^ -(coded & 1))
+        last[chunk.array] = size
+        if not 4 < size <= layout.arrays[chunk.array].chunk_nbytes + 64:
+            raise BadRef(f"{segment.object_id}: chunk {chunk.name} cannot have {size} bytes")
+        sizes.append(size)
+    starts = offsets(layout, sizes)
+    if at != len(data) or (sizes and starts[-1] + sizes[-1] > segment.byte_count):
+        raise BadRef(f"{segment.object_id}: the chunk index does not fit the object's {segment.byte_count} bytes")
+    return layout, sizes, starts
+
+
+def _decode_layout(segment: Segment, schema: Schema) -> tuple[Layout, int]:
+    data = segment.index
+    tokens, at = _get(data, 0)
+    bits, at = _get(data, at)
+    if tokens > TOKENS_MAX or bits >> len(schema.fields):
+        raise BadRef(
+            f"{segment.object_id}: the chunk index names {tokens} tokens and fields {bits:#x}; the schema has {len(schema.fields)}"
+        )
+    if segment.row_stop > tokens:
+        raise BadRef(f"{segment.object_id}: rows up to {segment.row_stop} of an object that holds {tokens}")
+    present = tuple(f.name for n, f in enumerate(schema.fields) if bits >> n & 1)
+    ranges = Layout(schema, present, tokens, {}).range_count
+    sums: dict[str, list[int]] = {}
+    for field in schema.fields:
+        if not field.ragged or field.name not in present:
+            continue
+        total, values = 0, []
+        for _ in range(ranges):
+            n, at = _get(data, at)
+            total += n
+            values.append(total)
+        if total * min(4, len(field.columns)) > BYTES_OBJECT_MAX:
+            raise BadRef(f"{segment.object_id}: field {field.name!r} cannot hold {total} values")
+        sums[field.name] = values
+    layout = Layout(schema, present, tokens, sums)
+    chunks = sum(_chunk_count(layout, n) for n in range(len(layout.arrays)))
+    if chunks > CHUNKS_MAX:
+        raise BadRef(f"{segment.object_id}: {chunks} chunks, at most {CHUNKS_MAX} are allowed")
+    return layout, at
+
+
+def _chunk_count(layout: Layout, number: int) -> int:
+    array = layout.arrays[number]
+    count = 1
+    for length, step in zip(array.shape, array.chunk_shape, strict=True):
+        count *= -(-length // step)
+    return count
+
+
+def stored_tokens(segment: Segment) -> int:
+    """Tokens that the segment's object holds."""
+    return _get(segment.index, 0)[0]
+
+
+def present_fields(ref: PayloadRef, schema: Schema) -> tuple[str, ...]:
+    """Fields that any segment holds, in schema order."""
+    check_schema(ref, schema)
+    bits = 0
+    for segment in ref.segments:
+        _, at = _get(segment.index, 0)
+        bits |= _get(segment.index, at)[0]
+    return tuple(f.name for n, f in enumerate(schema.fields) if bits >> n & 1)
+
+
+def check_schema(ref: PayloadRef, schema: Schema) -> None:
+    """Raises ``BadRef`` if the reference was written under another schema."""
+    if ref.schema_hash != schema.hash:
+        raise BadRef(
+            f"the reference has schema {ref.schema_hash.hex()}, the run has {schema.hash.hex()}: it is of another run or configuration"
+        )
+
+
+def encode_missing(missing: Mapping[str, Sequence[TokenRange]], schema: Schema) -> bytes:
+    """The missing ranges of each field (ascending, apart), or ``b""`` if there are none."""
+    bits = sum(1 << n for n, f in enumerate(schema.fields) if missing.get(f.name))
+    if not bits:
+        return b""
+    out = bytearray()
+    _put(out, bits)
+    for field in schema.fields:
+        ranges = missing.get(field.name)
+        if not ranges:
+            continue
+        _put(out, len(ranges))
+        stop = 0
+        for r in ranges:
+            _put(out, r.start - stop)
+            _put(out, len(r))
+            stop = r.stop
+    return bytes(out)
+
+
+def missing_ranges(ref: PayloadRef, schema: Schema) -> dict[str, tuple[TokenRange, ...]]:
+    """Missing token ranges per field that has any, clipped to the kept tokens. Raises ``BadRef``."""
+    data = ref.missing
+    if not data:
+        return {}
+    kept = TokenRange(0, ref.token_count)
+    bits, at = _get(data, 0)
+    if bits >> len(schema.fields):
+        raise BadRef(f"missing ranges name fields {bits:#x}; the schema has {len(schema.fields)}")
+    out = {}
+    for n, field in enumerate(schema.fields):
+        if not bits >> n & 1:
+            continue
+        count, at = _get(data, at)
+        ranges, stop = [], 0
+        for _ in range(min(count, len(data))):
+            gap, at = _get(data, at)
+            length, at = _get(data, at)
+            r = TokenRange(stop + gap, stop + gap + length)
+            stop = r.stop
+            if (clipped := r.clip(kept)) and len(clipped):
+                ranges.append(clipped)
+        if ranges:
+            out[field.name] = tuple(ranges)
+    if at != len(data):
+        raise BadRef("the missing ranges have trailing bytes")
+    return out
+
+
+def _put(out: bytearray, value: int) -> None:
+    assert value >= 0
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+
+
+def _get(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    for n in range(at, min(at + _VARINT_BYTES_MAX, len(data))):
+        byte = data[n]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, n + 1
+        shift += 7
+    raise BadRef("a varint of the reference is cut off or too long")

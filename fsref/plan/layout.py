@@ -1,0 +1,167 @@
+"""The order of chunks in an object: token range first, then field, so that the prefix that survives truncation is one byte range.
+
+Shape letters: T tokens, R token ranges, N values of a ragged field, C values per flat chunk.
+
+Every offset follows from the sizes alone: chunks are written back to back from byte 0, each behind a ZIP local header of
+``30 + len(name)`` bytes, metadata comes last. That is why a reference needs sizes and value sums, and no offsets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from fsref.refs import Field, Schema, TokenRange
+
+ZIP_HEADER_BYTES: Final = 30
+CHUNK_TOKENS_MIN: Final = 2048
+RANGES_TARGET: Final = 16
+
+
+def chunk_tokens(token_count: int) -> int:
+    """Tokens per range: max(2,048, T / 16 rounded up to a power of two), and never more than T itself (at least 1)."""
+    wanted = -(-token_count // RANGES_TARGET)
+    power = 1 << max(0, (wanted - 1).bit_length())
+    return max(1, min(token_count, max(CHUNK_TOKENS_MIN, power)))
+
+
+class Array(NamedTuple):
+    """One Zarr array of an object."""
+
+    path: str
+    """Below the group's root, for example ``top_logprobs/ids``."""
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    field: Field
+    column: str
+    """``""`` for a dense field, ``counts``, or the column's name."""
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Decoded bytes of every chunk; edge chunks are padded to the full shape, as Zarr has it."""
+        return int(np.prod(self.chunk_shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class Chunk(NamedTuple):
+    """One chunk in file order."""
+
+    array: int
+    """Index into ``Layout.arrays``."""
+    range_index: int
+    """The token range that it is stored with."""
+    name: str
+    """ZIP entry name."""
+    start: int
+    """First row (or flat value) that it holds."""
+    stop: int
+    """End of its real rows (values); the rest of its decoded bytes is padding."""
+    layer: int
+    """First position on the layer axis; 0 where that axis is not split."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Arrays and chunks of one object, in file order; a pure function of its arguments."""
+
+    schema: Schema
+    present: tuple[str, ...]
+    """Names of the fields that the object holds, in schema order."""
+    token_count: int
+    value_sums: Mapping[str, Sequence[int]]
+    """Per present ragged field: values up to the end of each token range (ascending, length R)."""
+
+    @cached_property
+    def range_tokens(self) -> int:
+        return chunk_tokens(self.token_count)
+
+    @cached_property
+    def range_count(self) -> int:
+        return -(-self.token_count // self.range_tokens) if self.token_count else 0
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        out: list[Array] = []
+        tokens, step = self.token_count, self.range_tokens
+        for field in self._fields:
+            if not field.ragged:
+                layers = field.layers_per_chunk or (field.row_shape[0] if field.row_shape else 0)
+                inner = (layers, *field.row_shape[1:]) if field.row_shape else ()
+                out.append(Array(field.name, field.dtype, (tokens, *field.row_shape), (step, *inner), field, ""))
+                continue
+            out.append(Array(f"{field.name}/counts", "int32", (tokens,), (step,), field, "counts"))
+            values = self._values(field)
+            per_chunk = max(1, -(-values // max(1, self.range_count)))
+            out += [Array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field, c.name) for c in field.columns]
+        return tuple(out)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        by_range: list[list[Chunk]] = [[] for _ in range(self.range_count)]
+        for number, array in enumerate(self.arrays):
+            place = self._flat_chunks if array.column not in ("", "counts") else self._token_chunks
+            for chunk in place(number, array):
+                by_range[chunk.range_index].append(chunk)
+        return tuple(c for chunks in by_range for c in chunks)
+
+    def tokens_of(self, range_index: int) -> TokenRange:
+        """The tokens of one range."""
+        start = range_index * self.range_tokens
+        return TokenRange(start, min(start + self.range_tokens, self.token_count))
+
+    def value_start(self, field: str, range_index: int) -> int:
+        """Values of a ragged field before the given range."""
+        return self.value_sums[field][range_index - 1] if range_index else 0
+
+    @cached_property
+    def _fields(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.schema.fields if f.name in self.present)
+
+    def _values(self, field: Field) -> int:
+        sums = self.value_sums[field.name]
+        return sums[-1] if sums else 0
+
+    def _token_chunks(self, number: int, array: Array) -> list[Chunk]:
+        out = []
+        step = self.range_tokens
+        tail = "/0" * max(0, len(array.shape) - 2)
+        per_layer = array.chunk_shape[1] if len(array.shape) > 1 else 0
+        layer_chunks = -(-array.shape[1] // per_layer) if per_layer else 1
+        for r in range(self.range_count):
+            start = r * step
+            stop = min(start + step, self.token_count)
+            for layer in range(layer_chunks):
+                key = f"{array.path}/c/{r}/{layer}{tail}" if per_layer else f"{array.path}/c/{r}"
+                out.append(Chunk(number, r, key, start, stop, layer * per_layer))
+        return out
+
+    def _flat_chunks(self, number: int, array: Array) -> list[Chunk]:
+        out = []
+        values, per_chunk = array.shape[0], array.chunk_shape[0]
+        sums = self.value_sums[array.field.name]
+        at = 0
+        for n in range(-(-values // per_chunk)):
+            start = n * per_chunk
+            while sums[at] <= start:
+                at += 1
+            out.append(Chunk(number, at, f"{array.path}/c/{n}", start, min(start + per_chunk, values), 0))
+        return out
+
+
+def offsets(layout: Layout, sizes: Sequence[int]) -> list[int]:
+    """Where each chunk's stored bytes begin, given the stored size of each (crc included)."""
+    out = []
+    cursor = 0
+    for chunk, size in zip(layout.chunks, sizes, strict=True):
+        cursor += ZIP_HEADER_BYTES + len(chunk.name)
+        out.append(cursor)
+        cursor += size
+    return out
+
+
+def check_sums(sums: Sequence[int]) -> bool:
+    """Whether value sums ascend from 0 on."""
+    return all(a <= b for a, b in pairwise((0, *sums)))

@@ -1,0 +1,353 @@
+"""Runs read plans: fetches byte ranges, checks and decodes them straight into the caller's buffers.
+
+Owns retries, scratch memory and the fetch threads. Refuses policy and allocation of results: the caller's buffers are filled, nothing
+is kept. Anything short, damaged or absent raises; a buffer whose plan failed must not be used.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
+from fsref.objects import decode_chunk
+from fsref.plan import ChunkRead, FieldRead, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
+from fsref.refs import Codec, Dense, FieldData, PayloadRef, Ragged, Schema, TokenRange, object_name
+from fsref.store import ObjectFile, Store
+
+REQUEST_BYTES_LOCAL: Final = 2 << 20
+"""Ranged reads of 1-2 MiB are fastest on local files: the decoder finds the bytes in cache."""
+REQUEST_BYTES_REMOTE: Final = 256 << 20
+"""On networks one request per object where ranges touch."""
+TASK_BYTES: Final = 8 << 20
+GAP_BYTES_LOCAL: Final = 4 << 10
+GAP_BYTES_REMOTE: Final = 64 << 10
+
+
+@dataclass
+class DenseOut:
+    """Where a dense field goes: ``rows`` [n, *row_shape] (the layer axis cut to the planned layers), C-contiguous along tokens."""
+
+    rows: NDArray[Any]
+
+
+@dataclass
+class RaggedOut:
+    """Where a ragged field goes.
+
+    ``counts`` int32 [n] is filled. Each column needs room for ``values_max`` values (the sum over the plan's segments); the wanted
+    values of segment k stand at ``pieces[k]`` once the plan ran, and ``compact`` moves them together.
+    """
+
+    counts: NDArray[np.int32]
+    columns: Mapping[str, NDArray[Any]]
+    leads: dict[int, int] = field(default_factory=dict)
+
+    def pieces(self, plan: ReadPlan, name: str) -> list[slice]:
+        """Per segment that holds the field: the slice of the column buffers that belongs to the wanted rows."""
+        out = []
+        base = 0
+        for number, segment in enumerate(plan.segments):
+            for read in segment.fields:
+                if read.field.name == name:
+                    start = base + self.leads.get(number, 0)
+                    count = int(self.counts[read.out_start : read.out_start + len(read.rows)].sum(dtype=np.int64))
+                    out.append(slice(start, start + count))
+                    base += read.values_max
+        return out
+
+    def compact(self, plan: ReadPlan, name: str) -> int:
+        """Moves the wanted values to the front of every column; returns how many there are."""
+        at = 0
+        for piece in self.pieces(plan, name):
+            size = piece.stop - piece.start
+            if piece.start != at:
+                for column in self.columns.values():
+                    column[at : at + size] = column[piece].copy()
+            at += size
+        return at
+
+
+Out = Mapping[str, DenseOut | RaggedOut]
+
+
+def values_max(plan: ReadPlan, name: str) -> int:
+    """Room that each column of a ragged field needs for this plan."""
+    return sum(r.values_max for s in plan.segments for r in s.fields if r.field.name == name)
+
+
+@dataclass
+class _Scratch(threading.local):
+    """One thread's reusable memory; grows to the largest request and chunk that the thread saw."""
+
+    stored: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    decoded: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def take_stored(self, size: int) -> NDArray[np.uint8]:
+        if len(self.stored) < size:
+            self.stored = np.empty(size + size // 4, np.uint8)
+        return self.stored[:size]
+
+    def take_decoded(self, size: int) -> NDArray[np.uint8]:
+        if len(self.decoded) < size:
+            self.decoded = np.empty(size + size // 4, np.uint8)
+        return self.decoded[:size]
+
+
+@dataclass
+class ReadCounters:
+    """What a reader did; plain numbers that a metrics hook may copy."""
+
+    requests: int = 0
+    bytes_fetched: int = 0
+    retries: int = 0
+
+
+class _Task(NamedTuple):
+    """A part of one segment's requests."""
+
+    number: int
+    segment: SegmentRead
+    requests: tuple[Request, ...]
+    bases: Mapping[str, int]
+    """Per ragged field: where this segment's values begin in the column buffers."""
+    out: Out
+
+
+def _tasks(plan: ReadPlan, out: Out) -> Iterator[_Task]:
+    for number, segment in enumerate(plan.segments):
+        bases = {r.field.name: _value_base(plan, number, r.field.name) for r in segment.fields}
+        group: list[Request] = []
+        size = 0
+        for request in segment.requests:
+            if group and size + request.size > TASK_BYTES:
+                yield _Task(number, segment, tuple(group), bases, out)
+                group, size = [], 0
+            group.append(request)
+            size += request.size
+        if group:
+            yield _Task(number, segment, tuple(group), bases, out)
+
+
+class Reader:
+    """Reads payloads of one schema from one store with its own bounded thread pool. A context manager; thread-safe."""
+
+    def __init__(self, store: Store, schema: Schema, *, threads: int = 2, retries_max: int = 4, retry_s: float = 10.0) -> None:
+        self._store, self._schema = store, schema
+        self._retries_max, self._retry_s = retries_max, retry_s
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fsref-fetch")
+        self._scratch = _Scratch()
+        self._lock = threading.Lock()
+        self.counters = ReadCounters()
+        local = store.posix_path is not None
+        self._request_bytes = REQUEST_BYTES_LOCAL if local else REQUEST_BYTES_REMOTE
+        self._gap_bytes = GAP_BYTES_LOCAL if local else GAP_BYTES_REMOTE
+
+    def plan(
+        self, ref: PayloadRef, *, tokens: TokenRange | None = None, fields: Sequence[str] | None = None, layers: Sequence[int] | None = None
+    ) -> ReadPlan:
+        """``plan_read`` with this store's request sizes; all kept tokens and all fields by default."""
+        return plan_read(
+            ref,
+            self._schema,
+            tokens=TokenRange(0, ref.token_count) if tokens is None else tokens,
+            fields=[f.name for f in self._schema.fields] if fields is None else fields,
+            layers=layers,
+            request_bytes_max=self._request_bytes,
+            gap_bytes_max=self._gap_bytes,
+        )
+
+    def submit(self, plan: ReadPlan, out: Out) -> list[Future[None]]:
+        """Starts a plan in the pool. Every field that the plan reads needs its buffers in ``out``.
+
+        One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread.
+        """
+        return [self._pool.submit(self._run, task) for task in _tasks(plan, out)]
+
+    def read_into(self, plan: ReadPlan, out: Out) -> None:
+        """Runs a plan to its end in the pool. Raises the first ``StoreError``; the buffers must not be used then."""
+        futures = self.submit(plan, out)
+        errors = [e for f in futures if (e := f.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def read(
+        self, ref: PayloadRef, *, tokens: TokenRange | None = None, fields: Sequence[str] | None = None, layers: Sequence[int] | None = None
+    ) -> dict[str, FieldData]:
+        """The arrays themselves, allocated here: per field ``Dense`` or ``Ragged`` over the wanted tokens, with missing ranges in them.
+
+        Fields that the payload does not hold are absent. Shapes: dense [n, *row_shape]; ragged counts [n] and columns [counts.sum()].
+        """
+        wanted = TokenRange(0, ref.token_count) if tokens is None else tokens
+        plan = self.plan(ref, tokens=wanted, fields=fields, layers=layers)
+        held = set(present_fields(ref, self._schema))
+        names = [f.name for f in self._schema.fields if f.name in held and (fields is None or f.name in fields)]
+        out = {n: allocate(plan, self._schema, n, layers=layers) for n in names}
+        self.read_into(plan, out)
+        gaps = missing_ranges(ref, self._schema)
+        return {n: _result(out[n], plan, n, _shifted(gaps.get(n, ()), wanted)) for n in names}
+
+    def close(self) -> None:
+        """Waits for running fetches and stops the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, task: "_Task") -> None:
+        segment = task.segment
+        file = self._retry(lambda: self._open(segment), f"opening {segment.object_id}")
+        try:
+            for request in task.requests:
+                self._retry(partial(self._read_request, file, request, task), f"reading {segment.object_id}")
+        finally:
+            file.close()
+
+    def _open(self, segment: SegmentRead) -> ObjectFile:
+        file = self._store.open(object_name(segment.object_id))
+        if file.byte_count != segment.byte_count:
+            file.close()
+            raise ObjectCorrupt(f"the object has {file.byte_count} bytes, its reference says {segment.byte_count}: truncated or replaced")
+        return file
+
+    def _read_request(self, file: ObjectFile, request: Request, task: "_Task") -> None:
+        stored = self._scratch.take_stored(request.size)
+        file.read_into(request.offset, stored)
+        with self._lock:
+            self.counters.requests += 1
+            self.counters.bytes_fetched += request.size
+        for chunk in request.chunks:
+            read = task.segment.fields[chunk.field]
+            target = task.out[read.field.name]
+            packed = stored[chunk.offset : chunk.offset + chunk.size]
+            try:
+                if isinstance(target, DenseOut):
+                    self._dense(packed, chunk, read, target)
+                elif chunk.column == "counts":
+                    self._counts(packed, chunk, read, target, task.number)
+                else:
+                    self._values(packed, chunk, read, target.columns[chunk.column], task.bases[read.field.name])
+            except ObjectCorrupt as e:
+                raise ObjectCorrupt(f"field {read.field.name!r} rows {chunk.start}..{chunk.stop}: {e}") from e
+
+    @property
+    def _codec(self) -> Codec:
+        return self._schema.codec
+
+    def _dense(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: DenseOut) -> None:
+        start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
+        at = read.out_start + start - read.rows.start
+        target = out.rows[at : at + stop - start]
+        if target.nbytes == chunk.nbytes and not read.layers and target.flags.c_contiguous:
+            decode_chunk(packed, target, self._codec)
+            return
+        shape = read.field.row_shape
+        per_layer = chunk.nbytes
+        decoded = self._scratch.take_decoded(chunk.nbytes)
+        decode_chunk(packed, decoded, self._codec)
+        rows = _as_rows(decoded, read, per_layer)
+        wanted = rows[start - chunk.start : stop - chunk.start]
+        if not shape:
+            target[...] = wanted
+            return
+        width = rows.shape[1]
+        if read.layers:
+            pairs = [(n, p - chunk.layer) for n, p in enumerate(read.layers) if chunk.layer <= p < chunk.layer + width]
+            for n, p in pairs:
+                target[:, n] = wanted[:, p]
+            return
+        width = min(width, shape[0] - chunk.layer)
+        target[:, chunk.layer : chunk.layer + width] = wanted[:, :width]
+
+    def _counts(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: RaggedOut, number: int) -> None:
+        decoded = self._scratch.take_decoded(chunk.nbytes)
+        decode_chunk(packed, decoded, self._codec)
+        counts = decoded.view(np.int32)
+        start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
+        at = read.out_start + start - read.rows.start
+        out.counts[at : at + stop - start] = counts[start - chunk.start : stop - chunk.start]
+        if chunk.start == read.count_lead.start:
+            lead = counts[: read.count_lead.stop - chunk.start]
+            out.leads[number] = int(lead.sum(dtype=np.int64))
+
+    def _values(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, column: NDArray[Any], base: int) -> None:
+        start, stop = max(chunk.start, read.value_first), min(chunk.stop, read.value_first + read.values_max)
+        at = base + start - read.value_first
+        target = column[at : at + stop - start]
+        if target.nbytes == chunk.nbytes and target.flags.c_contiguous:
+            decode_chunk(packed, target, self._codec)
+            return
+        decoded = self._scratch.take_decoded(chunk.nbytes)
+        decode_chunk(packed, decoded, self._codec)
+        target[:] = decoded.view(column.dtype)[start - chunk.start : stop - chunk.start]
+
+    def _retry(self, work: Callable[[], Any], asked: str) -> Any:
+        """Runs ``work`` again, with growing random waits, for errors that may heal: a network filesystem's late view, a flipped bit."""
+        end = time.monotonic() + self._retry_s
+        for attempt in range(self._retries_max + 1):
+            try:
+                return work()
+            except (ObjectMissing, ObjectCorrupt, StoreUnavailable) as e:
+                wait_s = random.uniform(0.5, 1.0) * min(0.02 * 4**attempt, 2.0)  # noqa: S311 - jitter, not a secret
+                if attempt == self._retries_max or time.monotonic() + wait_s > end:
+                    raise type(e)(f"{asked}, given up after {attempt + 1} attempts: {e}") from e
+            with self._lock:
+                self.counters.retries += 1
+            time.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+
+def _as_rows(decoded: NDArray[np.uint8], read: FieldRead, nbytes: int) -> NDArray[Any]:
+    """A decoded dense chunk as [rows, layers of the chunk, ...]."""
+    dtype, shape = np.dtype(read.field.dtype), read.field.row_shape
+    flat = decoded[:nbytes].view(dtype)
+    if not shape:
+        return flat
+    layers = read.field.layers_per_chunk or shape[0]
+    return flat.reshape(-1, layers, *shape[1:])
+
+
+def _value_base(plan: ReadPlan, number: int, name: str) -> int:
+    return sum(r.values_max for s in plan.segments[:number] for r in s.fields if r.field.name == name)
+
+
+def allocate(plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int] | None = None) -> DenseOut | RaggedOut:
+    """Fresh buffers for one field of a plan."""
+    f = schema.field(name)
+    tokens = len(plan.tokens)
+    if f.ragged:
+        room = values_max(plan, name)
+        return RaggedOut(np.zeros(tokens, np.int32), {c.name: np.empty(room, c.dtype) for c in f.columns})
+    shape = f.row_shape
+    if layers is not None and f.layer_ids:
+        shape = (len(layers), *shape[1:])
+    return DenseOut(np.empty((tokens, *shape), f.dtype))
+
+
+def _result(out: DenseOut | RaggedOut, plan: ReadPlan, name: str, missing: tuple[TokenRange, ...]) -> FieldData:
+    if isinstance(out, DenseOut):
+        return Dense(out.rows, missing)
+    count = out.compact(plan, name)
+    return Ragged(out.counts, {n: c[:count] for n, c in out.columns.items()}, missing)
+
+
+def _shifted(ranges: Sequence[TokenRange], wanted: TokenRange) -> tuple[TokenRange, ...]:
+    clipped = (r.clip(wanted) for r in ranges)
+    return tuple(TokenRange(r.start - wanted.start, r.stop - wanted.start) for r in clipped if len(r))
+
+
+def failure_kind(error: StoreError) -> str:
+    """``missing``, ``corrupt`` or ``unavailable``: how metrics and messages tell failed fetches apart."""
+    if isinstance(error, ObjectMissing):
+        return "missing"
+    return "corrupt" if isinstance(error, ObjectCorrupt | BadRef) else "unavailable"

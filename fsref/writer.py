@@ -1,0 +1,76 @@
+"""Puts payloads: encode, publish under a new name, record the receipt, return the reference.
+
+Owns the order of these (ledger.md section 5: the object is durable under its final name before ``keep`` is written, and ``keep``
+before the reference leaves). Refuses policy: what is kept, when, and who removes it is the roles' business.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fsref.objects import EncodedObject, encode
+from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, object_name
+from fsref.store import Store
+from fsref.store.base import Durability
+
+
+class Keeper(Protocol):
+    """Who numbers objects and records receipts: the ledger's holder of an env-server worker, or ``Receipts`` where there is no ledger."""
+
+    @property
+    def inc(self) -> str:
+        """The incarnation, ``role.label.boot``."""
+        ...
+
+    def next_seq(self) -> int:
+        """A number that was never given out before; thread-safe."""
+        ...
+
+    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: Sequence[str]) -> None:
+        """Records that the object is published; thread-safe."""
+        ...
+
+
+class Writer:
+    """Writes payloads of one schema into one store. Thread-safe; ``put`` blocks and releases the GIL while it encodes and writes."""
+
+    def __init__(
+        self,
+        store: Store,
+        schema: Schema,
+        keeper: Keeper,
+        *,
+        durability: Durability = "node",
+        bytes_object_max: int = BYTES_OBJECT_MAX,
+    ) -> None:
+        self._store, self._schema, self._keeper = store, schema, keeper
+        self._durability: Durability = durability
+        self._bytes_object_max = bytes_object_max
+
+    def put(self, payload: Payload) -> PayloadRef:
+        """Stores one branch's arrays as one object and returns its reference, which keeps all tokens.
+
+        Raises ``PayloadError`` if the arrays do not fit the schema or the size limit, ``StoreError`` if they could not be published;
+        in both cases no object is left (a number may be spent).
+        """
+        encoded = encode(payload.checked(self._schema), self._schema, bytes_max=self._bytes_object_max)
+        seq = self._keeper.next_seq()
+        object_id = f"{self._keeper.inc}/{seq}"
+        self._store.put(object_name(object_id), encoded.buffers, durability=self._durability)
+        self._keeper.keep(
+            seq, byte_count=encoded.byte_count, checksum=encoded.checksum, token_count=encoded.token_count, fields=encoded.fields
+        )
+        return reference(object_id, encoded, self._schema)
+
+
+def reference(object_id: str, encoded: EncodedObject, schema: Schema) -> PayloadRef:
+    """The reference to an encoded object, keeping all its tokens."""
+    tokens = encoded.token_count
+    return PayloadRef(
+        schema_hash=schema.hash,
+        token_count=tokens,
+        token_hash=encoded.token_hash,
+        hashed_count=tokens,
+        segments=(Segment(object_id, encoded.byte_count, 0, tokens, 0, encoded.index),),
+        missing=encoded.missing,
+        stats=encoded.stats,
+    )
