@@ -83,6 +83,10 @@ class EnvSection(Section, frozen=True, kw_only=True):
     """verifiers taskset id."""
     args: dict[str, Any] = {}
     """verifiers taskset config."""
+    env_id: str = ""
+    """verifiers environment id, for environments of several agents; empty: the taskset's own."""
+    env_args: dict[str, Any] = {}
+    """verifiers environment config beside the taskset: seats, retries, timeouts."""
     replicas: Count = 1
     """Server processes that the launcher starts; limits below apply to each."""
     workers: Count = 1
@@ -93,6 +97,14 @@ class EnvSection(Section, frozen=True, kw_only=True):
     """Share of groups among sources of the same split."""
     serve_address: str = ""
     """``tcp://host:port`` of a server that someone else runs; empty: the launcher starts the replicas."""
+    bind: str = "127.0.0.1"
+    """Address that a replica listens on; ``0.0.0.0`` publishes the node's own."""
+    decode_threads: Count = 2
+    """Threads per worker that read engine replies, so that its event loop never does."""
+    health_s: Positive = 5.0
+    """How long a health check of a replica may take."""
+    misses_max: Count = 6
+    """Health checks that a replica may miss in a row before its runs fail over; a process seen dead does at once."""
 
 
 class SamplingSection(Section, frozen=True, kw_only=True):
@@ -163,9 +175,9 @@ class LossSection(Section, frozen=True, kw_only=True):
     """Route as the sampler did."""
     ratio_low: Fraction = 0.5
     ratio_high: Annotated[float, Meta(ge=1)] = 2.0
-    """IcePop band: tokens whose trainer-to-sampler ratio lies outside do not train."""
-    center_weight: Annotated[float, Meta(ge=0)] = 0.1
-    """Weight of the score-centering term over the top-k head."""
+    """IcePop band: a token whose trainer-to-sampler ratio lies outside gives no policy gradient."""
+    center_weight: Annotated[float, Meta(ge=0)] = 1.0
+    """Weight of the score-centering term over the top-k head; 1 cancels the drift exactly, 0 turns it off."""
 
 
 class TrainerSection(Section, frozen=True, kw_only=True):
@@ -183,6 +195,8 @@ class TrainerSection(Section, frozen=True, kw_only=True):
     """When a step's arrays are removed."""
     keep_last: Count = 2
     """Steps whose arrays stay, where ``commit = "keep_last"``."""
+    checkpoints_keep: Count = 2
+    """Checkpoints that stay on disk."""
     weights_keep: Count = 3
     """Weight folders that stay on disk."""
     step_wait_s: Positive = 600.0

@@ -1,0 +1,13 @@
+"""The trainer ranks: read a step, fetch its arrays, replay its routing, train, commit.
+
+``main`` runs one rank. Below it, each module can be read alone: ``replay`` (experts of a forward), ``loss`` (the objective),
+``model`` (packed forward, weights), ``ranks`` (collectives), ``agreement`` (which micro batches train), ``batch`` (one step),
+``checkpoint``, ``weights``, ``commit`` (when arrays are removed).
+"""
+
+from fsref.errors import MissingExtra
+
+try:
+    import torch as _torch  # noqa: F401 - proves the extra before a module below needs it
+except ImportError as e:
+    raise MissingExtra.of("torch", "torch") from e
