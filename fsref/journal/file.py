@@ -1,0 +1,194 @@
+"""One journal: the only writer of ``<ledger>/<inc>.jnl``.
+
+Owns appends (one ``write(2)`` per record), the sync that W1 and W2 rest on, the lock that is held for life, and the poison: after a
+failed append or sync the file's tail is unknown, so nothing more is written and the process must stop keeping and removing.
+Refuses to write after a fork; the child opens its own journal.
+"""
+
+import fcntl
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from fsref import __version__
+from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
+from fsref.journal import identity
+from fsref.ledger import records
+from fsref.ledger.records import AnyRecord
+from fsref.refs import check_incarnation
+
+FILE_MODE: Final = 0o640
+FOLDER_MODE: Final = 0o2770
+_FULL: Final = frozenset({28, 27, 122})  # ENOSPC, EFBIG, EDQUOT
+_DENIED: Final = frozenset({1, 13, 30, 40})  # EPERM, EACCES, EROFS, ELOOP
+_open_journals: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+
+
+def now_ms() -> int:
+    """Wall clock in milliseconds: for people, never for a decision."""
+    return time.time_ns() // 1_000_000
+
+
+def journal_path(ledger_dir: Path, inc: str) -> Path:
+    return ledger_dir / f"{check_incarnation(inc)}.jnl"
+
+
+def make_folder(ledger_dir: Path) -> None:
+    """Creates the ledger's folder (2770) if it is not there; a symlink in its place is refused."""
+    try:
+        ledger_dir.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if ledger_dir.is_symlink():
+            raise StoreDenied(f"{ledger_dir} is a symbolic link; the ledger must be a real folder")
+    except OSError as e:
+        raise as_store_error(e, f"cannot create the ledger folder {ledger_dir}") from e
+
+
+def as_store_error(error: OSError, doing: str) -> StoreError:
+    """An ``OSError`` of the ledger's folder as the nearest class of ours; the errno stays in the text."""
+    if isinstance(error, StoreError):
+        return error
+    text = f"{doing}: {error.strerror or error}"
+    if isinstance(error, FileExistsError):
+        return ObjectExists(text)
+    if error.errno in _FULL:
+        return StoreFull(text)
+    return StoreDenied(text) if error.errno in _DENIED else StoreError(text)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Journal:
+    """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
+
+    def __init__(self, ledger_dir: Path, inc: str, *, run_uuid: str) -> None:
+        """Creates the file exclusively, locks it, writes ``open``. Raises ``StoreError`` subclasses."""
+        self.inc = inc
+        self.path = journal_path(ledger_dir, inc)
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._poison = ""
+        self._size = 0
+        self._synced = 0
+        who = identity.this_process()
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self.path, flags, FILE_MODE)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            self._close_fd()
+            raise as_store_error(e, f"cannot create the journal {self.path}") from e
+        _open_journals.add(self)
+        self.append(
+            records.Open(
+                now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
+            )
+        )
+        self.sync()
+        sync_folder(ledger_dir)
+
+    @property
+    def poisoned(self) -> bool:
+        return bool(self._poison)
+
+    def append(self, *parts: AnyRecord) -> int:
+        """Appends records, one ``write(2)`` each, without others in between. Returns the offset of the first.
+
+        Raises ``JournalPoisoned`` if a write fails or is short, and ever after.
+        """
+        lines = [records.encode_line(r) for r in parts]
+        with self._lock:
+            self._check()
+            start = self._size
+            for line in lines:
+                self._write(line)
+            return start
+
+    def sync(self) -> None:
+        """Makes everything appended so far durable. Raises ``JournalPoisoned``: after a failed sync nothing is known about the tail."""
+        with self._lock:
+            self._check()
+            if self._synced == self._size:
+                return
+            size, fd = self._size, os.dup(self._fd)
+        try:
+            os.fdatasync(fd)
+            gone = os.fstat(fd).st_nlink == 0
+        except OSError as e:
+            with self._lock:
+                self._poison = f"sync of {self.path} failed: {e.strerror}"
+            raise JournalPoisoned(self._poison) from e
+        finally:
+            os.close(fd)
+        if gone:
+            with self._lock:
+                self._poison = f"{self.path} was removed under a live run"
+            raise JournalPoisoned(self._poison)
+        with self._lock:
+            self._synced = max(self._synced, size)
+
+    def close(self) -> None:
+        """Releases the lock and the file."""
+        with self._lock:
+            self._close_fd()
+            self._poison = self._poison or f"{self.path} is closed"
+
+    def forked(self) -> None:
+        """In the child of a fork: the inherited writer is unusable; the parent's lock stays."""
+        self._lock = threading.Lock()
+        self._close_fd()
+        self._poison = f"{self.path} was opened before a fork: the child must open its own incarnation"
+
+    def _write(self, line: bytes) -> None:
+        try:
+            count = os.write(self._fd, line)
+        except OSError as e:
+            self._poison = f"append to {self.path} failed: {e.strerror}"
+            raise JournalPoisoned(self._poison) from e
+        if count != len(line):
+            self._poison = f"append to {self.path} was short ({count} of {len(line)} bytes): the disk is full or a limit was reached"
+            raise JournalPoisoned(self._poison)
+        self._size += count
+
+    def _check(self) -> None:
+        if self._poison:
+            raise JournalPoisoned(self._poison)
+
+    def _close_fd(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _after_fork_in_child() -> None:
+    for journal in list(_open_journals):
+        journal.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def parts_of(make: Callable[[dict[str, str], tuple[int, int] | None], AnyRecord], sets: Sequence[dict[str, str]]) -> list[AnyRecord]:
+    """One record per piece of a split set; a set that fits gets no ``part``."""
+    if len(sets) > records.PARTS_MAX:
+        raise LedgerError(f"a set over {len(sets)} records is above the limit of {records.PARTS_MAX}")
+    if len(sets) == 1:
+        return [make(sets[0], None)]
+    return [make(piece, (k, len(sets))) for k, piece in enumerate(sets, 1)]

@@ -1,0 +1,140 @@
+"""Marker files beside the journals: ``<inc>.adopted`` (the fence), ``<inc>.dead`` and ``recover.lock``.
+
+Owns their exclusive creation and bounded reading. Refuses to delete a fence: ``.adopted`` stays for ever.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fsref.errors import BadRef, Fenced, JournalCorrupt, ObjectExists, ObjectMissing, StoreError
+from fsref.journal.file import FILE_MODE, as_store_error, now_ms, sync_folder
+from fsref.refs import check_incarnation
+
+BYTES_MAX: Final = 4096
+LOCK_NAME: Final = "recover.lock"
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of a marker: who wrote it, and when (for people)."""
+
+    by: str
+    ms: int = 0
+    why: str = ""
+
+
+def adopted_path(ledger_dir: Path, inc: str) -> Path:
+    return ledger_dir / f"{check_incarnation(inc)}.adopted"
+
+
+def dead_path(ledger_dir: Path, inc: str) -> Path:
+    return ledger_dir / f"{check_incarnation(inc)}.dead"
+
+
+def write_dead(ledger_dir: Path, inc: str, *, by: str = "", why: str = "") -> None:
+    """Says that the process of ``inc`` was reaped (waitpid), or that its node is lost. Only whoever knows that may call it.
+
+    ``why`` is for people. Writing it again changes nothing. Raises ``StoreError``.
+    """
+    try:
+        _create(dead_path(ledger_dir, inc), Marker(by=by, ms=now_ms(), why=why[:1000]))
+    except ObjectExists:
+        return
+
+
+def write_adopted(ledger_dir: Path, inc: str, *, by: str) -> None:
+    """Fences ``inc``: exactly one successor can ever create this. Raises ``Fenced`` if another one has."""
+    try:
+        _create(adopted_path(ledger_dir, inc), Marker(by=check_incarnation(by), ms=now_ms()))
+    except ObjectExists:
+        owner = read_adopted(ledger_dir, inc)
+        if owner != by:
+            raise Fenced(f"{inc} was adopted by {owner}, so {by} cannot adopt it") from None
+
+
+def read_adopted(ledger_dir: Path, inc: str) -> str | None:
+    """Who adopted ``inc``; None if nobody did."""
+    try:
+        return check_incarnation(_read(adopted_path(ledger_dir, inc)).by)
+    except ObjectMissing:
+        return None
+    except BadRef as e:
+        raise JournalCorrupt(f"{adopted_path(ledger_dir, inc)} does not name an incarnation: {e}") from e
+
+
+def is_adopted(ledger_dir: Path, inc: str) -> bool:
+    """One stat: whether the fence of ``inc`` is up."""
+    return os.path.lexists(adopted_path(ledger_dir, inc))
+
+
+def is_dead(ledger_dir: Path, inc: str) -> bool:
+    """Whether a ``.dead`` marker is there."""
+    return os.path.lexists(dead_path(ledger_dir, inc))
+
+
+def acquire_lock(ledger_dir: Path, inc: str) -> str | None:
+    """Creates ``recover.lock`` for ``inc``. Returns None, or the incarnation that has it (the caller asks whether that one is dead)."""
+    try:
+        _create(ledger_dir / LOCK_NAME, Marker(by=inc, ms=now_ms()))
+    except ObjectExists:
+        try:
+            return _read(ledger_dir / LOCK_NAME).by
+        except ObjectMissing:
+            return acquire_lock(ledger_dir, inc)
+    return None
+
+
+def release_lock(ledger_dir: Path, inc: str) -> None:
+    """Removes ``recover.lock`` if ``inc`` has it; held by nobody else in between, because the folder is locked meanwhile."""
+    fd = os.open(ledger_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            owner = _read(ledger_dir / LOCK_NAME).by
+        except ObjectMissing:
+            return
+        if owner == inc:
+            (ledger_dir / LOCK_NAME).unlink()
+    finally:
+        os.close(fd)
+
+
+def _create(path: Path, marker: Marker) -> None:
+    """Exclusive, whole or not at all: written under a private name, then linked."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        try:
+            os.write(fd, msgspec.json.encode(marker))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(staging, path, follow_symlinks=False)
+        finally:
+            staging.unlink()
+        sync_folder(path.parent)
+    except OSError as e:
+        raise as_store_error(e, f"cannot create {path}") from e
+
+
+def _read(path: Path) -> Marker:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as e:
+        raise ObjectMissing(f"{path} is not there") from e
+    except OSError as e:
+        raise as_store_error(e, f"cannot read {path}") from e
+    try:
+        data = os.read(fd, BYTES_MAX)
+    except OSError as e:
+        raise StoreError(f"cannot read {path}: {e.strerror}") from e
+    finally:
+        os.close(fd)
+    try:
+        return msgspec.json.decode(data, type=Marker)
+    except msgspec.DecodeError as e:
+        raise JournalCorrupt(f"{path} is not a marker: {e}") from e

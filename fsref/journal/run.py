@@ -1,0 +1,68 @@
+"""``run.json``: the identity of a run, created exclusively under its root.
+
+Owns the file's form and its checks. Refuses to start a run whose folder belongs to another one.
+"""
+
+import os
+import time
+from typing import Final
+
+import msgspec
+
+from fsref.errors import ObjectExists, ObjectMissing, RunMismatch
+from fsref.refs import Schema, check_run
+from fsref.store.base import Store
+
+NAME: Final = "run.json"
+FORMAT: Final = 1
+BYTES_MAX: Final = 1 << 20
+
+
+class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What ``run.json`` holds."""
+
+    format: int
+    run: str
+    run_uuid: str
+    """32 hex digits, minted once; journals repeat it."""
+    schema: Schema
+    ms: int = 0
+    """Wall clock at creation in milliseconds, for people only."""
+
+
+def create_run(store: Store, run: str, schema: Schema) -> RunInfo:
+    """Creates ``run.json``, or returns the one that is there if it is of the same run and schema.
+
+    Raises ``RunMismatch`` if the folder belongs to another run or the run has another schema, ``BadRef`` for an illegal id, ``StoreError``.
+    """
+    info = RunInfo(format=FORMAT, run=check_run(run), run_uuid=os.urandom(16).hex(), schema=schema, ms=time.time_ns() // 1_000_000)
+    try:
+        store.put(NAME, [msgspec.json.encode(info)])
+    except ObjectExists:
+        found = read_run(store)
+        if found.run != run:
+            raise RunMismatch(f"{store.url} holds the run {found.run!r}, {run!r} was asked for: use another root") from None
+        if found.schema != schema:
+            raise RunMismatch(
+                f"run {run!r} at {store.url} was created with other fields or codec: give the new run its own id, or restore the config"
+            ) from None
+        return found
+    return info
+
+
+def read_run(store: Store) -> RunInfo:
+    """``run.json``. Raises ``RunMismatch`` if there is none or it is of another format, ``StoreError`` if it cannot be read."""
+    try:
+        data = store.read(NAME, bytes_max=BYTES_MAX)
+    except ObjectMissing as e:
+        raise RunMismatch(f"{store.url} holds no run: {NAME} is not there") from e
+    try:
+        info = msgspec.json.decode(data, type=RunInfo)
+        check_run(info.run)
+    except (msgspec.DecodeError, ValueError) as e:
+        raise RunMismatch(f"{store.url}/{NAME} cannot be read: {e}") from e
+    if info.format != FORMAT:
+        raise RunMismatch(f"{store.url}/{NAME} has format {info.format}, this version reads {FORMAT}: use the version that wrote it")
+    if len(info.run_uuid) != 32 or set(info.run_uuid) - set("0123456789abcdef"):
+        raise RunMismatch(f"{store.url}/{NAME} has no run_uuid of 32 hex digits")
+    return info

@@ -1,0 +1,111 @@
+"""The consumer's side (orchestrator, or the standalone eval command): takes replies, drops, ships steps."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fsref.config import LedgerSection
+from fsref.journal.file import now_ms, parts_of
+from fsref.journal.run import RunInfo
+from fsref.ledger import records
+from fsref.ledger.ids import pack_parts, sum_of
+from fsref.ledger.rights import ConsumerRights
+from fsref.reaper.holder import Holder
+from fsref.store.base import Store
+
+
+class ConsumerHolder(Holder):
+    """One orchestrator (``role="orc"``) or eval (``role="evl"``) process. Thread-safe; only ``ship`` and ``close`` wait for a disk."""
+
+    def __init__(
+        self, store: Store, ledger_dir: Path, *, run: RunInfo, role: str = "orc", label: str = "main", section: LedgerSection | None = None
+    ) -> None:
+        if role not in ("orc", "evl"):
+            raise ValueError(f"a consumer's role is 'orc' or 'evl', not {role!r}")
+        self.role = role
+        super().__init__(store, ledger_dir, run=run, label=label, section=section)
+
+    def _open(self) -> None:
+        super()._open()
+        self._rights = ConsumerRights(self.inc, strict=self._section.strict)
+        self._count = dict.fromkeys(("taken", "taken_bytes", "dropped", "shipped", "shipped_bytes"), 0)
+
+    def take(self, request_id: str, sizes: Mapping[str, int]) -> list[str]:
+        """The reply to ``request_id`` was received: takes the right to its objects, given as id to bytes.
+
+        Returns the ids that are new here, in order. Ids that were taken before are ignored (``dup_reply``), ids of an adopted
+        producer are refused (``late_refused``): an episode that lost any id this way must not be used.
+        """
+        with self._lock:
+            self._deleter.check()
+            fresh = self._rights.take(sizes)
+            if fresh:
+                self._count["taken"] += len(fresh)
+                self._count["taken_bytes"] += sum(sizes[o] for o in fresh)
+                self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request_id, piece, part), pack_parts(fresh)))
+            return fresh
+
+    def drop(self, object_ids: Iterable[str], reason: str) -> int:
+        """Decides to remove held ids; the removal happens in the background. Returns how many were new.
+
+        ``reason``: filtered, group_dropped, untrained, pruned, stale, late, eval or shutdown. A second drop of an id is counted
+        (``suppressed``), in strict mode ``DoubleDrop``; an id that is not held raises ``NotHolder``, and then nothing is dropped.
+        """
+        self._check_reason(reason, records.CONSUMER_REASONS)
+        with self._lock:
+            self._deleter.check()
+            ids = self._rights.drop(object_ids)
+            self._count["dropped"] += len(ids)
+            self._drop(ids, reason)
+            return len(ids)
+
+    def ship(self, step: int, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Moves the right to the step; durable on return (W2), so the batch may be published. Returns (n, sum) for ``STEP.json``.
+
+        ``sizes`` maps every object of the step, each once, to its bytes. Raises ``NotHolder`` if one is not held; nothing moved then.
+        """
+        with self._lock:
+            self._deleter.check()
+            ids = self._rights.ship(step, sizes)
+            n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
+            self._journal.append(
+                *parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), pack_parts(ids))
+            )
+            self._count["shipped"] += n
+            self._count["shipped_bytes"] += byte_count
+        self._journal.sync()
+        return n, checksum
+
+    def holds(self, object_id: str) -> bool:
+        """Whether this process holds the right to an object now."""
+        with self._lock:
+            return object_id in self._rights.held
+
+    def close(self, *, discard: bool = True, deadline_s: float = 30.0) -> int:
+        """Ends the incarnation: with ``discard`` drops everything that it still holds (``shutdown``, an eval process ``eval``).
+
+        Driven by the ledger, so no queue can be forgotten. Removes up to the deadline; returns how many removals are still pending.
+        """
+        with self._lock:
+            if self._closed:
+                return 0
+            self._closed = True
+            if discard and not self._journal.poisoned:
+                ids = self._rights.drop(list(self._rights.held))
+                self._count["dropped"] += len(ids)
+                self._drop(ids, "eval" if self.role == "evl" else "shutdown")
+            return self._finish(deadline_s=deadline_s, counters=self.counters)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Gauges and counts since this incarnation opened."""
+        return {
+            **self._count,
+            "held": len(self._rights.held),
+            "held_bytes": self._rights.held_bytes,
+            "done": self._deleter.done,
+            "pending_delete": self._deleter.pending,
+            "retried": self._deleter.retried,
+            "suppressed": self._rights.suppressed,
+            "dup_reply": self._rights.dup_reply,
+            "late_refused": self._rights.late_refused,
+        }

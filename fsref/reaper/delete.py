@@ -1,0 +1,93 @@
+"""Physical removal: ids to names, names to the store, outcomes per id.
+
+Owns retries with exponential back-off and jitter. Takes ids, never paths: it can only ever build ``obj/<inc>/<seq>.zip``.
+Refuses to decide what may be removed; that was recorded before it is called.
+"""
+
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
+
+from fsref.errors import StoreError
+from fsref.refs import object_name
+from fsref.store.base import Deletion, Store
+
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 30.0
+SLICE_IDS_MIN: Final = 64
+"""Fewer ids than this are not worth a thread."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a set of ids."""
+
+    done: tuple[str, ...] = ()
+    """Gone now: removed by us, or found absent."""
+    absent: tuple[str, ...] = ()
+    """The ones of ``done`` that were absent at the first attempt: someone else removed them."""
+    failed: dict[str, StoreError] = field(default_factory=dict)
+    """Still there, or not known; why."""
+    retries: int = 0
+    """Attempts after the first, over all ids."""
+
+
+def back_off_s(attempt: int, *, rng: random.Random) -> float:
+    """Full-jitter exponential back-off before attempt ``attempt`` + 1: up to 0.1 s doubled per attempt, at most 30 s."""
+    ceiling = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(attempt, 16))
+    return rng.uniform(ceiling / 2, ceiling)
+
+
+def delete_once(store: Store, object_ids: Sequence[str], pool: ThreadPoolExecutor | None = None, *, threads: int = 1) -> Outcome:
+    """One attempt for each id; ``absent`` is what this attempt found absent. Never raises ``StoreError``."""
+    names = {object_name(o): o for o in object_ids}
+    listed = list(names)
+    size = max(SLICE_IDS_MIN, -(-len(listed) // max(1, threads)))
+    slices = [listed[at : at + size] for at in range(0, len(listed), size)]
+    results = map(store.delete, slices) if pool is None or len(slices) < 2 else pool.map(store.delete, slices)
+    done: list[str] = []
+    absent: list[str] = []
+    failed: dict[str, StoreError] = {}
+    for part, outcomes in zip(slices, results, strict=True):
+        for name in part:
+            outcome = outcomes.get(name)
+            if isinstance(outcome, Deletion):
+                done.append(names[name])
+                if outcome is Deletion.ABSENT:
+                    absent.append(names[name])
+            else:
+                failed[names[name]] = outcome or StoreError(f"{store.url} gave no outcome for {name}")
+    return Outcome(tuple(done), tuple(absent), failed)
+
+
+def delete_objects(
+    store: Store, object_ids: Iterable[str], *, deadline_s: float = 30.0, threads: int = 1, stop: threading.Event | None = None
+) -> Outcome:
+    """Removes objects whose ``drop`` is durable, with bounded retries; what a data rank's leader calls after the barrier.
+
+    Blocks up to about ``deadline_s`` seconds where the store keeps failing. Returns outcomes, raises nothing for a failed
+    removal: failed ids stay in ``failed`` and are settled by the run's close. ``stop`` ends the waiting early.
+    """
+    rng = random.Random()  # noqa: S311 - jitter
+    waiter = stop or threading.Event()
+    end = monotonic() + deadline_s
+    left = list(dict.fromkeys(object_ids))
+    done: list[str] = []
+    absent: tuple[str, ...] = ()
+    attempt = retries = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="fsref-delete") as pool:
+        while True:
+            result = delete_once(store, left, pool, threads=threads)
+            done += result.done
+            if attempt == 0:
+                absent = result.absent
+            wait_s = back_off_s(attempt, rng=rng)
+            if not result.failed or monotonic() + wait_s >= end or waiter.wait(wait_s):
+                return Outcome(tuple(done), absent, result.failed, retries)
+            left = list(result.failed)
+            retries += len(left)
+            attempt += 1

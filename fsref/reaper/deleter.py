@@ -1,0 +1,171 @@
+"""The background deleter of one holder: batches, W1, fence, deletions, ``done``; failures wait and are tried again.
+
+Owns its thread. Never blocks a caller; ``close`` waits up to a deadline. Refuses to delete once the journal is poisoned or the own
+incarnation was adopted; callers see that as ``JournalPoisoned`` or ``Fenced`` at their next call.
+"""
+
+import heapq
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+
+from fsref.config import LedgerSection
+from fsref.errors import Fenced, FsrefError
+from fsref.journal.file import Journal, now_ms, parts_of
+from fsref.journal.markers import is_adopted, read_adopted
+from fsref.ledger import records
+from fsref.ledger.ids import ids_of, pack, pack_parts
+from fsref.reaper.delete import back_off_s, delete_once
+from fsref.store.base import Store
+
+
+class Deleter:
+    """Removes ids whose ``drop`` was appended to ``journal``. Thread-safe; the thread starts with the first id."""
+
+    def __init__(self, store: Store, ledger_dir: Path, journal: Journal, section: LedgerSection) -> None:
+        self._store, self._ledger_dir, self._journal, self._section = store, ledger_dir, journal, section
+        self._wake = threading.Condition()
+        self._queue: deque[tuple[str, int]] = deque()  # id, attempts so far
+        self._retry: list[tuple[float, int, str, int]] = []  # due, tie, id, attempts so far
+        self._busy = 0
+        self._stopping = False
+        self._deadline = 0.0
+        self._failure: FsrefError | None = None
+        self._thread: threading.Thread | None = None
+        self._ties = 0
+        self._rng = random.Random()  # noqa: S311 - jitter
+        self.done = 0
+        self.absent_first = 0
+        self.retried = 0
+
+    @property
+    def pending(self) -> int:
+        """Dropped ids that are not removed yet: the gauge ``pending_delete``."""
+        with self._wake:
+            return len(self._queue) + len(self._retry) + self._busy
+
+    def check(self) -> None:
+        """Raises what stopped the deleter: ``JournalPoisoned`` or ``Fenced``."""
+        if self._failure is not None:
+            raise self._failure
+
+    def put(self, object_ids: Sequence[str], *, attempt: int = 0) -> None:
+        """Queues ids; ``attempt`` 1 marks the redo of someone else's drop, whose absence proves nothing."""
+        if not object_ids:
+            return
+        with self._wake:
+            self._queue.extend((o, attempt) for o in object_ids)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"fsref-deleter-{self._journal.inc}", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def flush(self, *, deadline_s: float) -> int:
+        """Waits until nothing is pending, up to ``deadline_s`` seconds. Returns what still is."""
+        end = monotonic() + deadline_s
+        with self._wake:
+            while (self._queue or self._retry or self._busy) and self._failure is None and monotonic() < end:
+                self._wake.wait(min(0.05, max(0.0, end - monotonic())))
+        return self.pending
+
+    def close(self, *, deadline_s: float) -> int:
+        """Tries everything until the deadline, joins the thread, returns how many ids are still pending (the run's close finishes them)."""
+        with self._wake:
+            self._stopping = True
+            self._deadline = monotonic() + deadline_s
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(deadline_s + 1.0)  # one that is stuck in the kernel is abandoned: it is a daemon
+        return self.pending
+
+    def _run(self) -> None:
+        threads = self._section.delete_threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="fsref-delete") as pool:
+            while (batch := self._next_batch()) is not None:
+                try:
+                    self._remove(batch, pool)
+                except FsrefError as e:
+                    with self._wake:
+                        self._failure = e
+                        self._wake.notify_all()
+                    return
+
+    def _next_batch(self) -> list[tuple[str, int]] | None:
+        """Waits for ids: until the batch is full or its oldest id waited long enough. None when it is time to stop."""
+        size_max, wait_s = self._section.batch_ids_max, self._section.batch_wait_s
+        with self._wake:
+            first = 0.0
+            while True:
+                now = monotonic()
+                while self._retry and self._retry[0][0] <= now:
+                    _, _, object_id, attempt = heapq.heappop(self._retry)
+                    self._queue.appendleft((object_id, attempt))
+                if self._queue:
+                    first = first or now
+                    if self._stopping or len(self._queue) >= size_max or now - first >= wait_s:
+                        break
+                    timeout: float | None = wait_s - (now - first)
+                elif self._stopping and (not self._retry or now >= self._deadline):
+                    return None
+                else:
+                    timeout = self._retry[0][0] - now if self._retry else None
+                if self._stopping and timeout is not None:
+                    timeout = min(timeout, max(0.0, self._deadline - now))
+                self._wake.wait(timeout)
+            batch = [self._queue.popleft() for _ in range(min(size_max, len(self._queue)))]
+            self._busy = len(batch)
+            return batch
+
+    def _remove(self, batch: list[tuple[str, int]], pool: ThreadPoolExecutor) -> None:
+        self._journal.sync()  # W1
+        self._fence()
+        attempts = dict(batch)
+        result = delete_once(self._store, list(attempts), pool, threads=self._section.delete_threads)
+        by_attempt: dict[int, list[str]] = {}
+        for object_id in result.done:
+            by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
+        absent = set(result.absent)
+        for attempt, ids in by_attempt.items():
+            write_done(self._journal, ids, absent=[o for o in ids if o in absent], attempt=attempt)
+        now = monotonic()
+        with self._wake:
+            for object_id in result.failed:
+                attempt = attempts[object_id] + 1
+                self._ties += 1
+                heapq.heappush(self._retry, (now + back_off_s(attempt, rng=self._rng), self._ties, object_id, attempt))
+            self.done += len(result.done)
+            self.absent_first += len([o for o in absent if attempts[o] == 0])
+            self.retried += len(result.failed)
+            self._busy = 0
+            self._wake.notify_all()
+
+    def _fence(self) -> None:
+        inc = self._journal.inc
+        if is_adopted(self._ledger_dir, inc):
+            raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(self._ledger_dir, inc)}: this process must stop")
+
+
+def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[str] = (), attempt: int = 1) -> None:
+    """Appends ``done`` for ids; splits where they do not fit one record."""
+
+    def make(piece: dict[str, str], part: tuple[int, int] | None) -> records.AnyRecord:
+        return records.Done(now_ms(), i=piece, a=_within(piece, absent), k=attempt, part=part)
+
+    journal.append(*parts_of(make, pack_parts(object_ids, bytes_max=25_000)))
+
+
+def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reason) -> None:
+    """Appends ``drop`` for ids; splits where they do not fit one record."""
+    journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), pack_parts(object_ids)))
+
+
+def _within(piece: dict[str, str], absent: Sequence[str]) -> dict[str, str]:
+    if not absent:
+        return {}
+    here = set(ids_of(piece))
+    return pack(o for o in absent if o in here)

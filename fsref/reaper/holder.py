@@ -1,0 +1,91 @@
+"""What the three holders share: an open journal, a background deleter, and the checks at the start.
+
+Owns the order *decide, append, hand to the deleter*. Refuses to open in a folder of another run.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fsref.config import LedgerSection
+from fsref.errors import StoreError
+from fsref.journal.file import Journal, make_folder, now_ms
+from fsref.journal.identity import label_of, mint
+from fsref.journal.run import RunInfo
+from fsref.ledger import records
+from fsref.reaper.deleter import Deleter, write_drop
+from fsref.refs import check_run
+from fsref.store.base import Deletion, Store
+
+
+class Holder:
+    """One incarnation with its journal. A context manager; ``close`` is idempotent."""
+
+    role: str
+
+    def __init__(self, store: Store, ledger_dir: Path, *, run: RunInfo, label: str, section: LedgerSection | None = None) -> None:
+        self._store, self._ledger_dir, self._run = store, ledger_dir, run
+        self._section = section or LedgerSection()
+        self._label = label_of(label)
+        self._lock = threading.RLock()
+        check_run(run.run)
+        make_folder(ledger_dir)
+        self._open()
+
+    def _open(self) -> None:
+        self.inc = mint(self.role, self._label)
+        self._journal = Journal(self._ledger_dir, self.inc, run_uuid=self._run.run_uuid)
+        self._deleter = Deleter(self._store, self._ledger_dir, self._journal, self._section)
+        self._closed = False
+
+    @property
+    def pending_delete(self) -> int:
+        """Dropped ids that are not removed yet."""
+        return self._deleter.pending
+
+    def flush(self, *, deadline_s: float = 30.0) -> int:
+        """Waits until everything dropped is removed, up to the deadline. Returns how many ids are still pending."""
+        return self._deleter.flush(deadline_s=deadline_s)
+
+    def _drop(self, object_ids: Sequence[str], reason: records.Reason) -> None:
+        """Records the decision and hands the ids to the deleter."""
+        if object_ids:
+            write_drop(self._journal, object_ids, reason)
+            self._deleter.put(object_ids)
+
+    def _check_reason(self, reason: str, legal: frozenset[str]) -> None:
+        if reason not in legal:
+            raise ValueError(f"reason {reason!r} is not one that a {self.role} incarnation may give: {sorted(legal)}")
+
+    def _finish(self, *, deadline_s: float, n: int = 0, void: str = "", counters: dict[str, int]) -> int:
+        pending = self._deleter.close(deadline_s=deadline_s)
+        try:
+            self._deleter.check()
+            self._journal.append(records.Close(now_ms(), n=n, void=void, counters={k: v for k, v in counters.items() if v}))
+            self._journal.sync()
+        finally:
+            self._journal.close()
+        return pending
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> int:
+        raise NotImplementedError
+
+
+def probe(store: Store, inc: str) -> None:
+    """Creates and removes a file under ``obj/``: whoever holds rights must be able to remove. Raises ``StoreError`` subclasses."""
+    name = f"obj/{inc}/.probe-{os.urandom(4).hex()}.tmp"
+    store.put(name, [b"probe"], durability="process")
+    outcome = store.delete([name])[name]
+    if not isinstance(outcome, Deletion):
+        raise outcome
+    if outcome is Deletion.ABSENT:
+        raise StoreError(f"{store.url}/{name} was written and is not there: the store does not show its own writes")

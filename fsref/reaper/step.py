@@ -1,0 +1,89 @@
+"""The trainer's side, on rank 0 only: takes steps, marks them used, and drops them under the commit policy.
+
+The data ranks' leaders remove the objects of their rank file (``owned``) with ``delete_objects`` after the barrier.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from fsref.errors import NotHolder
+from fsref.journal.file import now_ms
+from fsref.ledger import records
+from fsref.ledger.ids import pack
+from fsref.ledger.rights import StepRights
+from fsref.reaper.holder import Holder
+from fsref.steps import StepInfo
+
+
+class StepHolder(Holder):
+    """Trainer rank 0 = one incarnation. Ranges of steps include both ends, as in the journal."""
+
+    role = "trn"
+
+    def _open(self) -> None:
+        super()._open()
+        self._rights = StepRights(self.inc, strict=self._section.strict)
+        self._count = dict.fromkeys(("steps_taken", "steps_used", "steps_dropped", "steps_done", "missed"), 0)
+
+    def check_released(self, step: int) -> None:
+        """Raises ``StepReleased`` if the arrays of a step were removed, by this process or one before it."""
+        with self._lock:
+            self._rights.check(step)
+
+    def taken(self, info: StepInfo) -> None:
+        """The step file was read and its counts checked: the step's right passes to this trainer. Idempotent for the same batch.
+
+        Raises ``StepReleased`` if its arrays were removed, ``StepError`` if another batch was taken under the same number.
+        """
+        with self._lock:
+            if self._rights.take(info.step, n=info.n, checksum=info.sum):
+                self._journal.append(records.StepRecord(now_ms(), info.step, "taken", info.n, info.sum))
+                self._count["steps_taken"] += 1
+
+    def used(self, step: int, miss: Mapping[str, str] | None = None) -> None:
+        """Every rank has fetched the step (call after the all-reduce). ``miss`` maps ids that no rank could fetch to their class:
+        missing, corrupt or unavailable. Raises ``NotHolder`` for a step that is not held."""
+        with self._lock:
+            if step not in self._rights.taken:
+                raise NotHolder(f"step {step} cannot be used: {self.inc} does not hold it")
+            n, checksum = self._rights.taken[step]
+            classes = {kind: pack(o for o, k in (miss or {}).items() if k == kind) for kind in sorted(set((miss or {}).values()))}
+            if unknown := set(classes) - records.MISS_CLASSES:
+                raise ValueError(f"failure classes {sorted(unknown)} are not of {sorted(records.MISS_CLASSES)}")
+            self._journal.append(records.StepRecord(now_ms(), step, "used", n, checksum, classes))
+            self._count["steps_used"] += 1
+            self._count["missed"] += len(miss or {})
+
+    def drop_steps(self, lo: int, hi: int) -> int:
+        """Decides to remove the arrays of steps ``lo`` to ``hi``, both included; durable on return (W1), so leaders may delete.
+
+        Returns how many steps were new. Steps dropped before are suppressed and counted (strict: ``DoubleDrop``); a step that was
+        never taken raises ``NotHolder``.
+        """
+        with self._lock:
+            ranges = self._rights.drop(lo, hi)
+            for a, b in ranges:
+                self._journal.append(records.Drop(now_ms(), "trained", steps=(a, b)))
+            self._count["steps_dropped"] += sum(b - a + 1 for a, b in ranges)
+        self._journal.sync()
+        return sum(b - a + 1 for a, b in ranges)
+
+    def done_steps(self, lo: int, hi: int, absent: Iterable[str] = (), *, attempt: int = 1) -> None:
+        """Every leader reported its share of these steps as gone. ``absent``: ids that a leader found absent at its first attempt."""
+        with self._lock:
+            if late := [s for s in range(lo, hi + 1) if s not in self._rights.released]:
+                raise NotHolder(f"steps {lo}..{hi} cannot be done: step {late[0]} was not dropped")
+            self._journal.append(records.Done(now_ms(), steps=(lo, hi), a=pack(absent), k=attempt))
+            self._count["steps_done"] += hi - lo + 1
+
+    def close(self) -> int:
+        """Ends the incarnation. Steps that are taken and not dropped stay for the next trainer, or for the run's close."""
+        with self._lock:
+            if self._closed:
+                return 0
+            self._closed = True
+            return self._finish(deadline_s=1.0, counters=self.counters)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Counts since this incarnation opened."""
+        return {**self._count, "suppressed": self._rights.suppressed}
