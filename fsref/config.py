@@ -221,6 +221,8 @@ class StoreSection(Section, frozen=True, kw_only=True):
     """Attempts after the first for a read that may heal."""
     retry_s: Positive = 10.0
     """Deadline over all attempts of one read."""
+    fetch_deadline_s: Positive = 120.0
+    """How long a trainer rank waits for the arrays of one step; what is missing then counts as unavailable."""
     prefetch_steps: Natural = 1
     """Steps fetched ahead of the one that trains."""
     endpoint: str = ""

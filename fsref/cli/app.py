@@ -1,0 +1,162 @@
+"""The commands, their options and help. Bodies are imported by name when a command runs; see the package docstring for why."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsref import __version__
+from fsref.cli.failures import report
+from fsref.cli.overrides import ConfigCommand, overrides_of
+
+app = typer.Typer(
+    name="fsref",
+    help="Per-token arrays of RL post-training by reference: run the pipeline, look into it, prove that every array was removed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+RUNNING = "Running"
+LOOKING = "Looking"
+ROLES = "Roles, as the launcher starts them"
+
+AnyKey = "Any setting can be given as an option: --orchestrator.batch_size 64, --env.0.replicas=1, --run.fields '[\"routed_experts\"]'."
+ConfigFile = Annotated[
+    Path, typer.Option("--config", help="config.json of the run folder, or a TOML file with run.id set.", show_default=False)
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also log at debug level, with tracebacks of known errors.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for machines.")]
+RunName = Annotated[
+    str,
+    typer.Option("--run", help="Run folder, URL or id; else run.json in this folder, else the newest under ./runs.", show_default=False),
+]
+
+
+def main() -> None:
+    """The console script: runs a command and ends the process with its exit code; known errors become one line on stderr."""
+    with report(argv=sys.argv[1:]):
+        app()
+
+
+def body(module: str, name: str = "main") -> Callable[..., Any]:
+    """The function that does a command's work."""
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fsref {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    del version  # its callback has done the work
+
+
+@app.command(cls=ConfigCommand, rich_help_panel=RUNNING, epilog=AnyKey)
+def run(
+    ctx: typer.Context,
+    config: Annotated[Path, typer.Argument(help="TOML file; a name such as local.toml that is not there falls back to the packaged one.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the commands; start nothing.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run the whole pipeline on this machine, then audit it; the exit code is the audit's."""
+    raise typer.Exit(body("fsref.cli.launch")(config, overrides=overrides_of(ctx), dry_run=dry_run, verbose=verbose))
+
+
+@app.command(rich_help_panel=LOOKING)
+def inspect(
+    what: Annotated[
+        str, typer.Argument(help="step_000012, an object (id, name, path, or fsref: text), or nothing for the run.", show_default=False)
+    ] = "",
+    run: RunName = "",
+    json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw expert load or the run's metrics to this PNG.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a step, an object or a run holds, and what became of its objects."""
+    body("fsref.cli.show")(what, run=run, json=json, plot=plot)
+
+
+@app.command(rich_help_panel=LOOKING)
+def audit(run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "", json: Json = False) -> None:
+    """Prove from the ledger and the store that every object was removed exactly once, or say what is missing."""
+    raise typer.Exit(body("fsref.cli.ledger", "audit_main")(run, json=json))
+
+
+@app.command(rich_help_panel=LOOKING)
+def close(
+    run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "",
+    json: Json = False,
+) -> None:
+    """End a stopped run for good: remove every object that is left, then audit."""
+    raise typer.Exit(body("fsref.cli.ledger", "close_main")(run, json=json))
+
+
+@app.command(rich_help_panel=LOOKING)
+def recover(
+    run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "",
+    resume_step: Annotated[int, typer.Option("--resume-step", help="Last step that a durable checkpoint covers.", show_default=False)] = -1,
+    keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Leave shipped steps above it for a trainer that replays them.")] = False,
+    json: Json = False,
+) -> None:
+    """Settle a run whose processes died, so that it can go on: adopt what they held and remove what nobody needs."""
+    raise typer.Exit(body("fsref.cli.ledger", "recover_main")(run, resume_step=resume_step, keep_steps=keep_steps, json=json))
+
+
+@app.command(rich_help_panel=LOOKING)
+def doctor(
+    root: Annotated[str, typer.Option("--root", help="Root to try: folder or URL.", show_default=True)] = "runs",
+    json: Json = False,
+) -> None:
+    """Check this machine: root, clock, packages, limits. One line for each check, exit code 1 if one fails."""
+    raise typer.Exit(body("fsref.cli.check")(root, json=json))
+
+
+@app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
+def inference(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Serve the policy: the demo server, or vLLM with the run's settings."""
+    body("fsref.cli.roles")("inference", config, overrides=overrides_of(ctx), verbose=verbose)
+
+
+@app.command("env-server", cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
+def env_server(
+    ctx: typer.Context,
+    config: ConfigFile,
+    env: Annotated[str, typer.Option("--env", help="Name of the [[env]] table.", show_default=False)],
+    replica: Annotated[int, typer.Option("--replica", help="Number of this replica, from 0.", min=0)] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Run one replica of an environment source: episodes, arrays to the store, references to the orchestrator."""
+    body("fsref.cli.roles")("env-server", config, overrides=overrides_of(ctx), verbose=verbose, env=env, replica=replica)
+
+
+@app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
+def orchestrator(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Dispatch episodes, take references, write step files."""
+    body("fsref.cli.roles")("orchestrator", config, overrides=overrides_of(ctx), verbose=verbose)
+
+
+@app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
+def trainer(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Train one rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them."""
+    body("fsref.cli.roles")("trainer", config, overrides=overrides_of(ctx), verbose=verbose)
+
+
+@app.command("eval", cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
+def evaluate(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Run evaluation episodes against running servers, report, remove every array that they kept, and audit."""
+    body("fsref.cli.roles")("eval", config, overrides=overrides_of(ctx), verbose=verbose)
+
+
+@app.command(cls=ConfigCommand, hidden=True)
+def model(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Make the run's initial model folder (the launcher's first step; a process of its own, so that the launcher needs no torch)."""
+    body("fsref.cli.roles")("model", config, overrides=overrides_of(ctx), verbose=verbose)

@@ -1,0 +1,62 @@
+"""The body of ``fsref run``: finds the config, launches, prints what a dry run shows."""
+
+import datetime as dt
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from fsref import config as settings
+from fsref.cli.failures import set_up_logging
+from fsref.errors import ConfigError
+from fsref.pipeline.board import make_board
+from fsref.pipeline.run import Plan, launch, make_plan
+
+PACKAGED: Final = "configs"
+"""Folder of the configs inside the installed package; in a source tree they lie beside it."""
+
+
+def main(path: Path, *, overrides: Sequence[str], dry_run: bool, verbose: bool) -> int:
+    """Runs the pipeline; returns the exit code."""
+    set_up_logging(verbose=verbose)
+    found = find_config(path)
+    if found != path:
+        print(f"{path} is not there; using the packaged {found}", file=sys.stderr)  # noqa: T201  said, not silent
+    plan = make_plan(settings.load(found, overrides), now=dt.datetime.now(dt.UTC), verbose=verbose)
+    if dry_run:
+        print(describe(plan))  # noqa: T201  the command's answer
+        return 0
+    board = make_board(title=f"run {plan.config.run.id}", steps=plan.config.run.steps)
+    return launch(plan, board)
+
+
+def packaged() -> list[Path]:
+    """The config files that ship with fsref."""
+    package = Path(str(files("fsref")))
+    for folder in (package / PACKAGED, package.parent / PACKAGED):
+        if found := sorted(folder.glob("*.toml")):
+            return found
+    return []
+
+
+def find_config(path: Path) -> Path:
+    """``path`` if it is there, else the packaged config of the same file name; raises ``ConfigError`` that lists those."""
+    if path.exists():
+        return path
+    shipped = packaged()
+    for candidate in shipped:
+        if candidate.name == path.name and path.parent in {Path(), Path(PACKAGED)}:
+            return candidate
+    names = ", ".join(c.name for c in shipped) or "none"
+    raise ConfigError(f"the config {str(path)!r} does not exist; packaged ones: {names}")
+
+
+def describe(plan: Plan) -> str:
+    """The resolved config and one shell line for each process."""
+    lines = [settings.dump(plan.config).decode(), ""]
+    for role in plan.roles:
+        env = " ".join(f"{k}={shlex.quote(v)}" for k, v in role.command.env.items())
+        lines += [f"# {role.command.name}, log {role.command.log}", f"{env} {shlex.join(role.command.argv)}".strip()]
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Where a local run's files are, which ports it uses and how its roles are started: pure, once the ports are chosen.
+
+Owns the resolved config of a run and the command lines. Refuses to start or write anything.
+"""
+
+import datetime as dt
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from fsref.config import Config, EnvSection
+from fsref.errors import BadRef, ConfigError
+from fsref.pipeline.processes import Command
+from fsref.refs import check_run
+from fsref.store.open import posix_root
+
+LOOPBACK = "127.0.0.1"
+
+
+class Part(Enum):
+    """What a process is to the run; ``run.py`` has the table of what its end means."""
+
+    INFERENCE = "inference"
+    ENV = "env-server"
+    ORCHESTRATOR = "orchestrator"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class RoleCommand:
+    """A role's process before it is started."""
+
+    part: Part
+    command: Command
+    env: str = ""
+    """Env server: the name of its source."""
+    replica: int = -1
+    address: Path | None = None
+    """Env server: the file that it publishes once it serves."""
+
+
+def mint_run_id(now: dt.datetime) -> str:
+    """A new run id that sorts by time: ``20260131-235959-1a2b3c4d``."""
+    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+
+
+def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
+    """The config that the roles get: run id, absolute folders and the inference address filled in. ``ports`` are free loopback ports,
+    one needed.
+
+    Raises ``ConfigError`` for a bad run id, a remote root without a run_dir, or a run without sources or with names that cannot be labels.
+    """
+    try:
+        check_run(run_id)
+    except BadRef as e:
+        raise ConfigError(f"run.id: {e}") from e
+    folder = posix_root(config.run.root)
+    if folder is None and not config.run.run_dir:
+        raise ConfigError(
+            f"run.run_dir is empty and run.root {config.run.root!r} is not a folder: name a folder for addresses, logs, weights and metrics"
+        )
+    root = config.run.root if folder is None else str(folder.absolute())
+    run_dir = config.run.run_dir or f"{root}/{run_id}"
+    run_dir = str(Path(run_dir).absolute())
+    if not any(e.split == "train" for e in config.env):
+        raise ConfigError("the config has no [[env]] table with split = 'train': nothing would produce samples")
+    return replace(
+        config,
+        run=replace(config.run, id=run_id, root=root, run_dir=run_dir),
+        model=replace(config.model, path=str(Path(config.model.path).absolute()) if config.model.path else f"{run_dir}/model"),
+        inference=replace(config.inference, address=config.inference.address or f"http://{LOOPBACK}:{ports[0]}"),
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Free loopback TCP ports, all different. Another process may still take one before it is used: its user then fails to bind and says
+    so.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((LOOPBACK, 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def address_file(run_dir: Path, env: EnvSection, node: str) -> Path:
+    """``envs/<split>/<name>.<node>.address`` (design.md section 5); on one machine the node is ``local-<replica>``."""
+    return run_dir / "envs" / env.split / f"{env.name}.{node}.address"
+
+
+def env_log(run_dir: Path, env: EnvSection, node: str) -> Path:
+    return run_dir / "logs" / "envs" / env.split / f"{env.name}.{node}.log"
+
+
+def role_commands(config: Config, *, serve: bool, master_port: int, verbose: bool = False) -> list[RoleCommand]:
+    """The processes of a resolved config in the order of their start; ``serve``: inference is ours to start."""
+    run_dir = Path(config.run.run_dir)
+    common = ("--config", str(run_dir / "config.json"), *(("--verbose",) if verbose else ()))
+    out: list[RoleCommand] = []
+    if serve:
+        out.append(
+            RoleCommand(Part.INFERENCE, _command("inference", ("inference", *common), run_dir / "logs/inference.log", config.inference.env))
+        )
+    out += [RoleCommand(Part.TRAINER, _trainer(config, common, rank, master_port)) for rank in range(config.trainer.parallel.data)]
+    for env in config.env:
+        out += [env_server(env, n, run_dir, common) for n in range(0 if env.serve_address else env.replicas)]
+    out.append(RoleCommand(Part.ORCHESTRATOR, _command("orchestrator", ("orchestrator", *common), run_dir / "logs/orchestrator.log")))
+    return out
+
+
+def env_server(env: EnvSection, replica: int, run_dir: Path, common: Sequence[str]) -> RoleCommand:
+    """One replica of a source."""
+    node = f"local-{replica}"
+    argv = ("env-server", *common, "--env", env.name, "--replica", str(replica))
+    command = _command(f"envs/{env.split}/{env.name}.{node}", argv, env_log(run_dir, env, node))
+    return RoleCommand(Part.ENV, command, env=env.name, replica=replica, address=address_file(run_dir, env, node))
+
+
+def _trainer(config: Config, common: Sequence[str], rank: int, master_port: int) -> Command:
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(config.trainer.parallel.data),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": str(config.trainer.threads),
+    }
+    return _command(f"trainer/rank_{rank}", ("trainer", *common), Path(config.run.run_dir) / f"logs/trainer/rank_{rank}.log", env)
+
+
+def model_command(config: Config) -> Command:
+    """Makes the initial model folder."""
+    run_dir = Path(config.run.run_dir)
+    return _command("model", ("model", "--config", str(run_dir / "config.json")), run_dir / "logs/model.log")
+
+
+def _command(name: str, argv: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Command:
+    return Command(name=name, argv=(sys.executable, "-m", "fsref", *argv), log=log, env=env or {})

@@ -1,0 +1,111 @@
+"""``fsref run`` on one machine: makes the run, starts the roles, waits for the end, stops everything, audits.
+
+Owns the order of these; the parts are ``layout`` (config and command lines), ``prepare`` (the run on disk), ``supervise`` (processes),
+``board`` (what a person sees) and ``settle`` (the ledger's side). Refuses to import torch or verifiers: whatever needs them is a
+process of its own.
+"""
+
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsref.config import Config
+from fsref.errors import FsrefError
+from fsref.pipeline import settle
+from fsref.pipeline.board import Board
+from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
+from fsref.pipeline.metrics import Follower
+from fsref.pipeline.prepare import make_model, make_run_dir, make_run_file
+from fsref.pipeline.processes import Child, Command, Family
+from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before anything of it exists."""
+
+    config: Config
+    """Resolved: what the roles get."""
+    roles: tuple[RoleCommand, ...]
+    model: Callable[[Config, Callable[[Command], None]], None] = make_model
+    """Makes or checks the model folder."""
+    healthy: Callable[[str], bool] = answers
+    """Whether the inference server serves."""
+
+
+def make_plan(config: Config, *, now: dt.datetime, verbose: bool = False) -> Plan:
+    """Resolves the config and lays out the commands; touches nothing but two free ports. Raises ``ConfigError``."""
+    inference_port, master_port = free_ports(2)
+    resolved = resolve(config, run_id=config.run.id or mint_run_id(now), ports=[inference_port])
+    roles = role_commands(resolved, serve=not config.inference.address, master_port=master_port, verbose=verbose)
+    return Plan(config=resolved, roles=tuple(roles))
+
+
+class _Watcher:
+    """Passes on what the supervisor tells: to the board, and deaths to the ledger."""
+
+    def __init__(self, config: Config, board: Board, follower: Follower) -> None:
+        self._config = config
+        self._board = board
+        self._follower = follower
+
+    def say(self, text: str) -> None:
+        self._board.say(text)
+
+    def tick(self) -> None:
+        self._board.refresh(self._follower)
+
+    def reaped(self, role: RoleCommand, child: Child, code: int) -> None:
+        del code  # a clean end wrote a close record; declare_dead leaves those alone
+        settle.declare_dead(self._config, role, child.reaped_pids)
+
+
+def launch(plan: Plan, board: Board) -> int:
+    """Runs the plan to its end; returns the exit code: the audit's, or 128 plus the signal that stopped the run.
+
+    Raises ``RoleFailed`` and the errors of ``prepare``, after every process has been stopped and the state of the ledger has been told.
+    """
+    config = plan.config
+    run_dir = make_run_dir(config)
+    follower = Follower(run_dir / "metrics.jsonl")
+    with board, Signals() as signals, Family(grace_s=config.launcher.stop_s) as family:
+        watcher = _Watcher(config, board, follower)
+        supervisor = Supervisor(config=config, family=family, signals=signals, watcher=watcher, healthy=plan.healthy)
+        board.say(f"run {config.run.id} in {run_dir}")
+        code = 0
+        failure: FsrefError | None = None
+        try:
+            _prepare(plan, supervisor, board)
+            supervisor.start(plan.roles)
+            supervisor.watch()
+        except Stopped as e:
+            board.say(f"stopped by signal {e.number}; a second one kills")
+            code = 128 + e.number
+        except FsrefError as e:
+            failure = e
+        finally:
+            supervisor.stop()
+        board.refresh(follower)
+        verdict = _settle(config, board, failed=failure is not None or code != 0)
+    if failure is not None:
+        raise failure
+    return code or verdict
+
+
+def _settle(config: Config, board: Board, *, failed: bool) -> int:
+    """The audit; after a failure it must not hide the failure."""
+    try:
+        return settle.settle(config, board.say)
+    except FsrefError as e:
+        if not failed:
+            raise
+        board.say(f"no audit: {e}")
+        return 1
+
+
+def _prepare(plan: Plan, supervisor: Supervisor, board: Board) -> None:
+    if plan.config.model.path == str(Path(plan.config.run.run_dir) / "model"):
+        board.say("making the model")
+    plan.model(plan.config, supervisor.run_to_end)
+    make_run_file(plan.config, settle.create)
