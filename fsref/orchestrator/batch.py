@@ -57,7 +57,7 @@ def build(
     for data_rank, batches in enumerate(placed):
         source = _dummy_source(samples, routed, [i for b in batches for i in b])
         dummy = _dummy(samples[source], with_ref=routed[source])
-        mine = [o for b in batches for i in b for o in samples[i].object_ids]
+        mine = [o for b in batches for i in b for o in samples[i].objects]
         for object_id in mine:
             owned_by.setdefault(object_id, data_rank)
         ranks.append(
@@ -72,7 +72,7 @@ def build(
             )
         )
     files = tuple(steps.encode_rank_files(ranks))
-    shipped = {segment.object_id: segment.byte_count for s in samples if s.ref for segment in s.ref.segments}
+    shipped = {o: size for s in samples for o, size in s.objects.items()}
     info = steps.StepInfo(
         v=steps.VERSION,
         run=run,

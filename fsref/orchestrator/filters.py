@@ -6,7 +6,7 @@ the ledger reason that its arrays are removed under (ledger.md section 10). Refu
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,8 +45,8 @@ class Dropped:
     reason: Reason
     why: str
     """For people and metrics, with the numbers."""
-    object_ids: tuple[str, ...]
-    byte_count: int
+    objects: Mapping[str, int]
+    """Object id to bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Selection:
 
 def drop(sample: Sample, reason: Reason, why: str) -> Dropped:
     """The record of a sample that will not train."""
-    return Dropped(sample.name, reason, why, sample.object_ids, sample.byte_count)
+    return Dropped(sample.name, reason, why, sample.objects)
 
 
 def select(samples: Sequence[Sample], schema: Schema, rules: Rules, *, step: int) -> Selection:
@@ -150,7 +150,7 @@ def _check_distinct(samples: Iterable[Sample]) -> None:
     """One object belongs to one sample: removed with one, it would be missing for the other."""
     seen: dict[str, str] = {}
     for s in samples:
-        for object_id in s.object_ids:
+        for object_id in s.objects:
             if object_id in seen:
                 raise PayloadError(f"samples {seen[object_id]} and {s.name} both name the object {object_id}; each needs its own")
             seen[object_id] = s.name

@@ -65,13 +65,9 @@ class Sample:
         return bool(self.loss_mask.any())
 
     @property
-    def object_ids(self) -> tuple[str, ...]:
-        return self.ref.object_ids if self.ref else ()
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of the objects that it names."""
-        return self.ref.byte_count if self.ref else 0
+    def objects(self) -> dict[str, int]:
+        """The objects that its reference names: id to bytes."""
+        return {segment.object_id: segment.byte_count for segment in self.ref.segments} if self.ref else {}
 
     def truncated(self, token_count: int) -> "Sample":
         """The first ``token_count`` tokens (all, if there are no more); the object stays whole, the reference keeps fewer."""

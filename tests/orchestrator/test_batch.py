@@ -42,7 +42,7 @@ def test_a_sequence_carries_its_sample_byte_for_byte(make: Any, schema: Schema) 
 def test_the_counts_are_those_of_the_shipped_objects(make: Any, schema: Schema) -> None:
     samples = [make.sample(f"t{n}/0", version=n) for n in range(3)] + [make.sample("bare/0", ref=None)]
     batch, ranks = built(samples, schema)
-    ids = [o for s in samples for o in s.object_ids]
+    ids = [o for s in samples for o in s.objects]
     assert (batch.info.n, batch.info.bytes, batch.info.sum) == (3, 300_000, steps.sum_of(ids))
     assert batch.shipped == dict.fromkeys(ids, 100_000)
     assert (batch.info.samples, batch.info.tokens, batch.info.version) == (4, 16, 2)
@@ -63,7 +63,7 @@ def test_a_dummy_reads_a_short_slice_of_a_real_samples_routing(make: Any, schema
 def test_an_object_that_a_dummy_names_too_is_shipped_once_and_owned_by_its_sample(make: Any, schema: Schema) -> None:
     sample = make.sample("a/0")
     batch, ranks = built([sample], schema, data_ranks=3)
-    assert [r.owned for r in ranks] == [sample.object_ids, (), ()]
+    assert [r.owned for r in ranks] == [tuple(sample.objects), (), ()]
     assert batch.info.n == 1
 
 

@@ -45,7 +45,7 @@ def test_a_group_without_spread_is_pruned(make: Any, schema: Schema) -> None:
 def test_a_dropped_sample_names_its_objects_and_bytes(make: Any, schema: Schema) -> None:
     sample = make.sample("a/0", trained=[])
     (dropped,) = select([sample], schema, RULES, step=0).dropped
-    assert (dropped.reason, dropped.object_ids, dropped.byte_count) == (Reason.UNTRAINED, sample.ref.object_ids, 100_000)
+    assert (dropped.reason, dropped.objects) == (Reason.UNTRAINED, {sample.ref.object_ids[0]: 100_000})
 
 
 def test_a_sample_is_stale_beyond_the_bound_and_not_at_it(make: Any, schema: Schema) -> None:
@@ -137,6 +137,6 @@ def test_every_sample_comes_out_exactly_once(make: Any, schema: Schema, rows: li
     out = select(samples, schema, replace(RULES, overlong=overlong), step=6)
     names = [s.name for s in out.samples] + [d.name for d in out.dropped]
     assert Counter(names) == Counter(s.name for s in samples)
-    objects = [o for s in out.samples for o in s.object_ids] + [o for d in out.dropped for o in d.object_ids]
-    assert Counter(objects) == Counter(o for s in samples for o in s.object_ids)
+    objects = [o for s in out.samples for o in s.objects] + [o for d in out.dropped for o in d.objects]
+    assert Counter(objects) == Counter(o for s in samples for o in s.objects)
     assert all(6 - s.version <= 2 and s.token_count <= 8 and s.trains for s in out.samples)

@@ -1,0 +1,74 @@
+"""What the orchestrator reports for a step. Pure, but for the memory of this process.
+
+Names are listed in docs/orchestrator.md. Sizes of arrays come from the references' statistics; no array is read.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from fsref.orchestrator.filters import Selection
+from fsref.orchestrator.groups import Group, rewards_of
+from fsref.orchestrator.samples import Sample
+from fsref.refs import Schema
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the episodes that came in, before any filter."""
+    episodes = [t.episode for g in groups for t in g.taken]
+    traces = [trace for e in episodes for trace in e.traces if trace.trainable]
+    rewards = rewards_of(groups)
+    out = {
+        "episodes/count": float(len(episodes)),
+        "episodes/errors": float(sum(not e.ok for e in episodes)),
+        "traces/count": float(len(traces)),
+        "traces/truncated": float(sum(t.truncated for t in traces)),
+    }
+    if rewards:
+        out |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+    if traces:
+        out |= {"traces/turns_mean": fmean(t.turns for t in traces), "traces/sampled_tokens_mean": fmean(t.sampled_tokens for t in traces)}
+    return out
+
+
+def selection_metrics(selection: Selection, schema: Schema, *, step: int) -> dict[str, float]:
+    """Of the samples that train."""
+    samples = selection.samples
+    out = {
+        "samples/count": float(len(samples)),
+        "samples/dropped": float(len(selection.dropped)),
+        "samples/truncated": float(selection.truncated),
+        "samples/incomplete": float(selection.incomplete),
+        "samples/without_arrays": float(sum(s.ref is None for s in samples)),
+        "samples/tokens": float(sum(s.token_count for s in samples)),
+        "samples/tokens_trained": float(sum(int(s.loss_mask.sum()) for s in samples)),
+        "payload/refs": float(sum(s.ref is not None for s in samples)),
+        "payload/bytes_shipped": float(sum(sum(s.objects.values()) for s in samples)),
+    }
+    if samples:
+        out["off_policy/mean"] = fmean(step - s.version for s in samples)
+        out["off_policy/max"] = float(max(step - s.version for s in samples))
+    return out | support_sizes(samples, schema)
+
+
+def support_sizes(samples: Sequence[Sample], schema: Schema) -> dict[str, float]:
+    """Mean values per row that has any, for each ragged field; the mask's goes by its reference name ``sampling_support/size``."""
+    ragged = [f.name for f in schema.fields if f.ragged]
+    out = {}
+    for n, name in enumerate(ragged):
+        stats = [s.ref.stats[n] for s in samples if s.ref is not None and n < len(s.ref.stats)]
+        rows = sum(r for r, _ in stats)
+        if rows:
+            out["sampling_support/size" if name == "sampling_mask" else f"{name}/size"] = sum(v for _, v in stats) / rows
+    return out

@@ -1,0 +1,177 @@
+"""What the orchestrator and the standalone evaluation open before they work, and close after: store, ledger, replicas.
+
+Owns the order of closing (episodes first, so that each is taken or refused, then the ledger, which drops what is held, then the store)
+and the signals that ask for it. Refuses to decide anything about episodes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from fsref.config import Config, EnvSection
+from fsref.episodes import Episode, EpisodeClient, Target, Task, check_seams, load_tasks, sampling_values
+from fsref.errors import ConfigError, FsrefError
+from fsref.journal import RunInfo, read_run
+from fsref.orchestrator.attempts import Attempts
+from fsref.orchestrator.custody import Custody
+from fsref.orchestrator.filters import Reason
+from fsref.orchestrator.groups import Source
+from fsref.reaper import ConsumerHolder
+from fsref.store import Store, open_root
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+TASKS_MAX: Final = 65_536
+"""Tasks of one source that are held; longer tasksets are cut off there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Open while its context is."""
+
+    info: RunInfo
+    store: Store
+    ledger_dir: Path
+    custody: Custody
+    sources: Mapping[str, Sequence[Source]]
+    """By split."""
+    attempts: Attempts
+    wire_bytes: Callable[[], int]
+    """Bytes that env servers sent since the start."""
+
+
+@contextlib.asynccontextmanager
+async def open_session(config: Config, *, role: Literal["orc", "evl"], splits: Sequence[str]) -> AsyncIterator[Session]:
+    """Opens everything and waits for the replicas of the sources in ``splits``.
+
+    On the way out, whatever happened, episodes in flight are cancelled and what is held is dropped. Raises ``ConfigError``,
+    ``StoreError``, ``LedgerError``, ``ReplicaDown``.
+    """
+    check_seams()
+    envs = [e for e in config.env if e.split in splits]
+    run_dir = Path(config.run.run_dir)
+    with open_root(config.run.root, run=config.run.id, settings=config.store) as store:
+        info = read_run(store)
+        _check_fields(config, info)
+        ledger_dir = run_dir / "ledger"
+        holder = ConsumerHolder(store, ledger_dir, run=info, role=role, section=config.ledger)
+        try:
+            custody = Custody(holder)
+            async with contextlib.AsyncExitStack() as clients:
+                started = [await clients.enter_async_context(_client(e, run_dir, info, custody)) for e in envs]
+                await _start(started, deadline_s=config.orchestrator.replica_wait_s)
+                tasks = [await asyncio.to_thread(_tasks, e) for e in envs]
+                sources = [_source(config, e, c, t) for e, c, t in zip(envs, started, tasks, strict=True)]
+                yield Session(
+                    info=info,
+                    store=store,
+                    ledger_dir=ledger_dir,
+                    custody=custody,
+                    sources={split: [s for s, e in zip(sources, envs, strict=True) if e.split == split] for split in splits},
+                    attempts=Attempts(
+                        deadline_s=config.orchestrator.run_deadline_s, retries_max=config.orchestrator.retries_max, seed=config.run.seed
+                    ),
+                    wire_bytes=lambda: sum(c.bytes_received for c in started),
+                )
+        finally:
+            pending = holder.close(discard=True)
+            if pending:
+                _log.warning("%d removals are not done yet: fsref close %s finishes them", pending, config.run.id)
+
+
+def _check_fields(config: Config, info: RunInfo) -> None:
+    known = [f.name for f in info.schema.fields]
+    lacking = [name for name in config.run.fields if name not in known]
+    if lacking:
+        raise ConfigError(f"run.fields names {lacking[0]!r}, the run was created with {', '.join(known)}: give a new run its own run.id")
+
+
+def _tasks(env: EnvSection) -> list[Task]:
+    return list(load_tasks(env, limit=TASKS_MAX))
+
+
+def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody) -> EpisodeClient:
+    def abandoned(request_id: str, objects: Mapping[str, int]) -> None:
+        custody.drop(custody.take(request_id, objects), Reason.LATE)
+
+    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run_uuid=info.run_uuid, abandoned=abandoned)
+
+
+async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for client in clients:
+            tasks.create_task(client.start(deadline_s=deadline_s))
+
+
+def _source(config: Config, env: EnvSection, client: EpisodeClient, tasks: Sequence[Task]) -> Source:
+    target = Target(
+        base_url=config.inference.address,
+        model=config.model.name,
+        tokenizer=config.model.path or str(Path(config.run.run_dir) / "model"),
+    )
+
+    async def run(task: Task, seed: int) -> Episode:
+        return await client.run(task, target=target, sampling=sampling_values(config.sampling, config.run.fields, seed=seed))
+
+    return Source(
+        name=env.name,
+        tasks=tasks,
+        run=run,
+        slots=env.replicas * env.concurrent_max,
+        weight=env.weight,
+        serve_address=env.serve_address,
+    )
+
+
+def run_role(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
+    """Runs a role's coroutine to its end. SIGTERM and SIGINT cancel it, which is a clean end: the result is None then.
+
+    Of several errors at once the first of this package is raised alone; a bug keeps its whole group.
+    """
+    return asyncio.run(_guarded(work))
+
+
+async def _guarded(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work())
+    stopped: list[str] = []
+
+    def stop(number: signal.Signals) -> None:
+        if not stopped:
+            _log.info("stopping: %s", number.name)
+            task.cancel()
+        stopped.append(number.name)
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        return None
+    except BaseExceptionGroup as group:
+        error = _first(group)
+        if error is None:
+            raise
+        raise error from None
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> FsrefError | None:
+    bugs = group.split(FsrefError)[1]
+    if bugs is not None:
+        return None
+    for error in group.exceptions:
+        found = _first(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, FsrefError):
+            return found
+    return None
