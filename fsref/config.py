@@ -65,6 +65,14 @@ class InferenceSection(Section, frozen=True, kw_only=True):
     """Demo server: sequences in one decode batch."""
     context_max: Count = 1024
     """Tokens of prompt plus completion."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights, activations and cache."""
+    threads: Count = 1
+    """Compute threads; on the demo server's small matrices more than one gains little."""
+    routes_log: str = ""
+    """Demo server: folder in which it writes each completion's tokens and experts itself, apart from what it replies. Empty: none."""
+    python: str = ""
+    """Interpreter that has vLLM, which often lives in an environment of its own. Empty: this one."""
     args: tuple[str, ...] = ()
     """Further command-line arguments for vLLM."""
     env: dict[str, str] = {}

@@ -168,6 +168,8 @@ class Engine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._closed = threading.Event()
+        self.ended: Future[None] = Future()
+        """Done when the thread ended, by ``close`` or by an error."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -208,20 +210,22 @@ class Engine:
             self._fail(EngineStopped("the engine is stopped"))
 
     def _run(self) -> None:
-        error: BaseException = EngineStopped("the engine was stopped before the request was done")
+        error = EngineStopped("the engine was stopped before the request was done")
         try:
             while not self._closed.is_set():
                 self._receive(block=not self._running and not self._waiting)
                 self._drop_cancelled()
                 self._prefill()
                 self._decode()
-        except BaseException as e:  # noqa: BLE001  (whatever killed the thread, its callers must hear of it)
-            error = e
+        except BaseException as e:
+            error = EngineStopped(f"the engine died: {type(e).__name__}: {e}")
+            raise  # to threading.excepthook, which prints it: nobody else sees the traceback
         finally:
             self._closed.set()
             self._fail(error)
+            self.ended.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: EngineStopped) -> None:
         items: list[Any] = [*self._running, *self._waiting]
         self._running, self._waiting = [], deque()
         while True:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from fsref.config import Config
 from fsref.errors import ConfigError, MissingExtra
 
 try:
@@ -87,6 +88,11 @@ def make_model(folder: str | Path, *, seed: int, sizes: ModelSizes = ModelSizes(
     weights = {name: _draw(name, shape, generator) for name, shape in _shapes(sizes)}
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     _config(sizes).save_pretrained(folder)  # last: a folder with a config is complete
+
+
+def main(config: Config) -> None:
+    """The launcher's step before the roles start: makes ``config.model.path`` by ``config.run.seed``."""
+    make_model(config.model.path, seed=config.run.seed)
 
 
 def _shapes(sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
