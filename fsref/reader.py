@@ -248,14 +248,14 @@ class Reader:
         start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
         at = read.out_start + start - read.rows.start
         target = out.rows[at : at + stop - start]
-        if target.nbytes == chunk.nbytes and not read.layers and target.flags.c_contiguous:
+        shape = read.field.row_shape
+        whole_rows = not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0]
+        if whole_rows and not read.layers and target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
             return
-        shape = read.field.row_shape
-        per_layer = chunk.nbytes
         decoded = self._scratch.take_decoded(chunk.nbytes)
         decode_chunk(packed, decoded, self._codec)
-        rows = _as_rows(decoded, read, per_layer)
+        rows = _as_rows(decoded, read)
         wanted = rows[start - chunk.start : stop - chunk.start]
         if not shape:
             target[...] = wanted
@@ -307,10 +307,10 @@ class Reader:
         raise AssertionError("unreachable")
 
 
-def _as_rows(decoded: NDArray[np.uint8], read: FieldRead, nbytes: int) -> NDArray[Any]:
+def _as_rows(decoded: NDArray[np.uint8], read: FieldRead) -> NDArray[Any]:
     """A decoded dense chunk as [rows, layers of the chunk, ...]."""
     dtype, shape = np.dtype(read.field.dtype), read.field.row_shape
-    flat = decoded[:nbytes].view(dtype)
+    flat = decoded.view(dtype)
     if not shape:
         return flat
     layers = read.field.layers_per_chunk or shape[0]
@@ -346,7 +346,7 @@ def _shifted(ranges: Sequence[TokenRange], wanted: TokenRange) -> tuple[TokenRan
     return tuple(TokenRange(r.start - wanted.start, r.stop - wanted.start) for r in clipped if len(r))
 
 
-def failure_kind(error: StoreError) -> str:
+def failure_kind(error: StoreError | BadRef) -> str:
     """``missing``, ``corrupt`` or ``unavailable``: how metrics and messages tell failed fetches apart."""
     if isinstance(error, ObjectMissing):
         return "missing"

@@ -1,0 +1,265 @@
+"""Packed tensors: a micro batch's sequences one after the other, with every field cut, concatenated and marked for what is real.
+
+Owns the assembly from reader buffers to torch tensors; the result is byte for byte what the same arrays carried inline would give.
+Refuses I/O and policy. Needs the extra ``torch``.
+
+Shape letters: T tokens of the packed micro batch, S sequences, N values of a ragged field.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsref.errors import MissingExtra, StepError
+from fsref.plan import ReadPlan
+from fsref.reader import DenseOut, Out, RaggedOut
+from fsref.refs import Field, Schema, TokenRange, flags_of
+from fsref.steps import MicroBatch, SampleSequence
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as e:
+    raise MissingExtra.of("torch", "torch") from e
+
+_WIDENED: Final = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64, "int16": torch.int32}
+"""Storage dtypes that torch or NCCL cannot carry, and what they become."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTensor:
+    """A dense field of a packed micro batch."""
+
+    rows: Tensor
+    """[T, *row_shape]; expert ids as int32, other dtypes as stored (unsigned 16 to 64 bit widened), bfloat16 as itself. Writable."""
+    valid: Tensor
+    """bool [T]: False where the row is a filler."""
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedTensor:
+    """A ragged field of a packed micro batch."""
+
+    counts: Tensor
+    """int32 [T]."""
+    columns: Mapping[str, Tensor]
+    """[N] each, N = counts.sum(); slots in engine order."""
+    valid: Tensor
+    """bool [T]: False where values are missing, not merely none."""
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 [T + 1]: where each row's values begin."""
+        out = torch.zeros(len(self.counts) + 1, dtype=torch.int64)
+        torch.cumsum(self.counts, 0, out=out[1:])
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMicroBatch:
+    """Tensors of one micro batch, sequences in packing order."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    position_ids: Tensor
+    """int64 [T], from 0 in every sequence."""
+    cu_seqlens: Tensor
+    """int32 [S + 1]."""
+    loss_mask: Tensor
+    """bool [T]."""
+    logprobs: Tensor
+    """float32 [T], the sampler's."""
+    advantages: Tensor
+    """float32 [T]."""
+    temperature: Tensor
+    """float32 [T]."""
+    padding: Tensor
+    """bool [T]: tokens of dummies."""
+    fields: Mapping[str, DenseTensor | RaggedTensor]
+    samples: tuple[str, ...]
+    bytes_read: int = 0
+    """Fetched from storage for it."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.token_ids)
+
+
+def pack_tokens(micro_batch: MicroBatch) -> PackedMicroBatch:
+    """The token-level tensors of a micro batch, without any field. Raises ``StepError`` if a sequence's arrays differ in length."""
+    sequences = micro_batch.sequences
+    for s in sequences:
+        if (len(s.loss_mask), len(s.logprobs) // 4, len(s.advantages) // 4) != (s.token_count,) * 3:
+            raise StepError(f"sample {s.sample}: token ids, mask, logprobs and advantages differ in length")
+    lengths = [s.token_count for s in sequences]
+    return PackedMicroBatch(
+        token_ids=torch.from_numpy(_joined([s.token_ids for s in sequences], "<i4").astype(np.int64)),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths] or [np.zeros(0, np.int64)])),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        loss_mask=torch.from_numpy(_joined([s.loss_mask for s in sequences], "u1").astype(np.bool_)),
+        logprobs=torch.from_numpy(_joined([s.logprobs for s in sequences], "<f4").copy()),
+        advantages=torch.from_numpy(_joined([s.advantages for s in sequences], "<f4").copy()),
+        temperature=torch.from_numpy(np.repeat(np.asarray([s.temperature for s in sequences], np.float32), lengths)),
+        padding=torch.from_numpy(np.repeat(np.asarray([s.padding for s in sequences], np.bool_), lengths)),
+        fields={},
+        samples=tuple(s.sample for s in sequences),
+    )
+
+
+def _joined(parts: Sequence[bytes], dtype: str) -> NDArray[Any]:
+    return np.frombuffer(b"".join(parts), dtype)
+
+
+def fields_wanted(sequence: SampleSequence, schema: Schema) -> tuple[str, ...]:
+    """What a sequence's reference is read for: every field, or for a padding dummy the routing rows only."""
+    return tuple(f.name for f in schema.fields if not sequence.padding or f.expert_count)
+
+
+@dataclass
+class _FieldBuffers:
+    """One field's packed buffers in storage dtype, filled by the reader."""
+
+    spec: Field
+    rows: NDArray[Any]
+    """Dense: [T, *row_shape]. Ragged: counts int32 [T]."""
+    columns: dict[str, NDArray[Any]]
+    """Ragged: room for the values of all sequences."""
+    valid: NDArray[np.bool_]
+    outs: list[tuple[RaggedOut, ReadPlan, int]] = field(default_factory=list)
+    """Ragged: each sequence's views, its plan, and where its room begins."""
+
+
+class Assembly:
+    """The buffers of one micro batch: made before the fetch, handed to the reader as views, turned into tensors after it.
+
+    ``plans[i]`` is the read plan of sequence i, None where it has no reference; ``missing[i]`` its missing ranges per field.
+    Fields that no sequence reads are absent from the result.
+    """
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        schema: Schema,
+        *,
+        plans: Sequence[ReadPlan | None],
+        missing: Sequence[Mapping[str, Sequence[TokenRange]]],
+    ) -> None:
+        self._micro_batch, self._plans = micro_batch, plans
+        self._tokens = micro_batch.token_count
+        starts = np.cumsum([0, *(s.token_count for s in micro_batch.sequences)])
+        held = {r.field.name for p in plans if p is not None for s in p.segments for r in s.fields}
+        self._buffers: dict[str, _FieldBuffers] = {}
+        self._outs: list[dict[str, DenseOut | RaggedOut]] = [{} for _ in plans]
+        for spec in schema.fields:
+            if spec.name in held:
+                self._buffers[spec.name] = self._ragged(spec, starts) if spec.ragged else self._dense(spec, starts)
+        for number, plan in enumerate(plans):
+            if plan is not None:
+                self._mark(number, plan, int(starts[number]), missing[number])
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.rows.nbytes + sum(c.nbytes for c in b.columns.values()) for b in self._buffers.values())
+
+    def out(self, number: int) -> Out:
+        """Where sequence ``number``'s plan writes."""
+        return self._outs[number]
+
+    def finish(self) -> PackedMicroBatch:
+        """The tensors. Call once, after every plan ran without an error."""
+        packed = pack_tokens(self._micro_batch)
+        fields: dict[str, DenseTensor | RaggedTensor] = {}
+        for name, buffers in self._buffers.items():
+            valid = torch.from_numpy(buffers.valid)
+            if buffers.spec.ragged:
+                count = _compact(buffers, name)
+                columns = {c: _tensor(v[:count], buffers.spec) for c, v in buffers.columns.items()}
+                fields[name] = RaggedTensor(torch.from_numpy(buffers.rows), columns, valid)
+            else:
+                self._fill(buffers, name)
+                fields[name] = DenseTensor(_tensor(buffers.rows, buffers.spec), valid)
+        bytes_read = sum(p.byte_count for p in self._plans if p is not None)
+        return PackedMicroBatch(**{**vars(packed), "fields": fields, "bytes_read": bytes_read})
+
+    def _dense(self, spec: Field, starts: NDArray[np.int64]) -> _FieldBuffers:
+        rows = np.empty((self._tokens, *spec.row_shape), spec.dtype)
+        for number, plan in enumerate(self._plans):
+            if plan is not None and _reads(plan, spec.name):
+                start = int(starts[number])
+                self._outs[number][spec.name] = DenseOut(rows[start : start + len(plan.tokens)])
+        return _FieldBuffers(spec, rows, {}, np.zeros(self._tokens, np.bool_))
+
+    def _ragged(self, spec: Field, starts: NDArray[np.int64]) -> _FieldBuffers:
+        counts = np.zeros(self._tokens, np.int32)
+        rooms = [_room(plan, spec.name) for plan in self._plans]
+        columns = {c.name: np.empty(sum(rooms), c.dtype) for c in spec.columns}
+        buffers = _FieldBuffers(spec, counts, columns, np.zeros(self._tokens, np.bool_))
+        base = 0
+        for number, (plan, room) in enumerate(zip(self._plans, rooms, strict=True)):
+            if plan is not None and _reads(plan, spec.name):
+                start = int(starts[number])
+                views = {name: column[base : base + room] for name, column in columns.items()}
+                out = RaggedOut(counts[start : start + len(plan.tokens)], views)
+                self._outs[number][spec.name] = out
+                buffers.outs.append((out, plan, base))
+            base += room
+        return buffers
+
+    def _mark(self, number: int, plan: ReadPlan, start: int, missing: Mapping[str, Sequence[TokenRange]]) -> None:
+        tokens = len(plan.tokens)
+        for name in self._outs[number]:
+            self._buffers[name].valid[start : start + tokens] = ~flags_of(missing.get(name, ()), tokens)
+
+    def _fill(self, buffers: _FieldBuffers, name: str) -> None:
+        """Rows that no plan wrote: the sequence's last row again where it has one (tokens added after sampling), else zeros."""
+        start = 0
+        for number, sequence in enumerate(self._micro_batch.sequences):
+            plan, stop = self._plans[number], start + sequence.token_count
+            written = len(plan.tokens) if plan is not None and name in self._outs[number] else 0
+            if written < sequence.token_count:
+                buffers.rows[start + written : stop] = buffers.rows[start + written - 1] if written else 0
+            start = stop
+
+
+def _reads(plan: ReadPlan, name: str) -> bool:
+    return any(r.field.name == name for s in plan.segments for r in s.fields)
+
+
+def _room(plan: ReadPlan | None, name: str) -> int:
+    return sum(r.values_max for s in plan.segments for r in s.fields if r.field.name == name) if plan is not None else 0
+
+
+def _compact(buffers: _FieldBuffers, name: str) -> int:
+    at = 0
+    for out, plan, base in buffers.outs:
+        for piece in out.pieces(plan, name):
+            start, size = base + piece.start, piece.stop - piece.start
+            if start != at:
+                for column in buffers.columns.values():
+                    _move_down(column, start, at, size)
+            at += size
+    return at
+
+
+def _move_down(column: NDArray[Any], start: int, to: int, size: int) -> None:
+    """Moves ``size`` values to a lower place in steps that do not overlap, so that no copy of the whole is made."""
+    step = max(1, start - to)
+    for n in range(0, size, step):
+        width = min(step, size - n)
+        column[to + n : to + n + width] = column[start + n : start + n + width]
+
+
+def _tensor(array: NDArray[Any], spec: Field) -> Tensor:
+    if spec.logical_dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    name = array.dtype.name
+    if spec.expert_count:
+        return torch.from_numpy(array.astype(np.int32))
+    if name in _WIDENED:
+        wide = _WIDENED[name]
+        return torch.from_numpy(array.astype(np.int32 if wide is torch.int32 else np.int64))
+    return torch.from_numpy(array)

@@ -1,0 +1,73 @@
+"""One chunk, forged and damaged."""
+
+import subprocess
+import sys
+
+import google_crc32c
+import numpy as np
+import pytest
+from fsref.errors import ObjectCorrupt
+from fsref.objects import decode_chunk, encode_chunk
+from fsref.refs import Codec
+
+
+def stored(values: np.ndarray, codec: Codec) -> np.ndarray:  # type: ignore[type-arg]
+    packed, crc = encode_chunk(values, codec)
+    return np.frombuffer(bytes(packed) + crc, np.uint8).copy()
+
+
+@pytest.mark.parametrize("name", ["lz4", "zstd", "blosclz", "none"])
+def test_floats_keep_every_bit(name: str) -> None:
+    bits = np.asarray([0x7FC00001, 0xFF800000, 0x80000000, 0xC61C3C00, 0x7F800001], np.uint32)
+    values, out = bits.view(np.float32), np.empty(5, np.float32)
+    codec = Codec(name=name)  # type: ignore[arg-type]
+    decode_chunk(stored(values, codec), out, codec)
+    assert out.view(np.uint32).tolist() == bits.tolist()
+
+
+def test_a_wrong_size_is_refused_before_decoding() -> None:
+    values, codec = np.arange(1000, dtype=np.int32), Codec()
+    for length in (999, 1001, 0):
+        with pytest.raises(ObjectCorrupt, match="header names 4000"):
+            decode_chunk(stored(values, codec), np.empty(length, np.int32), codec)
+    with pytest.raises(ObjectCorrupt, match="less than its checksum"):
+        decode_chunk(np.zeros(3, np.uint8), np.empty(1, np.int32), codec)
+
+
+FORGE = """
+import sys
+import google_crc32c
+import numpy as np
+from fsref.errors import ObjectCorrupt
+from fsref.objects import decode_chunk, encode_chunk
+from fsref.refs import Codec
+
+rng = np.random.default_rng(int(sys.argv[1]))
+values = rng.integers(0, 128, 4096).astype(np.uint8)
+packed = np.frombuffer(bytes(encode_chunk(values, Codec())[0]), np.uint8)
+out = np.empty(4096, np.uint8)
+refused = 0
+for n in range(4000):
+    bad = packed.copy()
+    for _ in range(int(rng.integers(1, 4))):
+        bad[int(rng.integers(0, 32 if n % 2 else len(bad)))] = int(rng.integers(256))
+    crc = google_crc32c.value(bad).to_bytes(4, "little")
+    try:
+        decode_chunk(np.concatenate([bad, np.frombuffer(crc, np.uint8)]), out, Codec())
+    except ObjectCorrupt:
+        refused += 1
+print(refused)
+"""
+
+
+def test_forged_headers_with_a_valid_checksum_do_not_crash_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", FORGE, "3"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 1000
+
+
+def test_the_checksum_is_the_castagnoli_crc_behind_the_packed_bytes() -> None:
+    values = np.arange(10, dtype=np.uint8)
+    data = stored(values, Codec(name="none"))
+    assert data[:10].tolist() == list(range(10))
+    assert int.from_bytes(data[10:].tobytes(), "little") == google_crc32c.value(bytes(range(10)))
