@@ -160,10 +160,11 @@ def _ragged_rows(data: RaggedTensor | None, rows_N: Tensor, *, column: str | Non
     if data is None:
         none = torch.zeros(0, dtype=torch.int64, device=rows_N.device)
         return _Values(none, none, none.float() if column else None, torch.zeros_like(rows_N))
-    count_N = data.counts.long()[rows_N]
+    counts_T = data.counts.long()
+    count_N = counts_T[rows_N]
     row_M = torch.repeat_interleave(torch.arange(len(rows_N), device=rows_N.device), count_N)
     within_M = torch.arange(len(row_M), device=rows_N.device) - (count_N.cumsum(0) - count_N)[row_M]
-    at_M = data.offsets[rows_N][row_M] + within_M
+    at_M = (counts_T.cumsum(0) - counts_T)[rows_N][row_M] + within_M
     ids_M = data.columns["ids"][at_M].long()
     if len(ids_M) and not (int(ids_M.min()) >= 0 and int(ids_M.max()) < vocabulary):
         raise PayloadError(f"{name} holds token ids {int(ids_M.min())} to {int(ids_M.max())}, the model's vocabulary has {vocabulary}")

@@ -18,6 +18,7 @@ from fsref.tensors import PackedMicroBatch
 
 try:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 except ImportError as e:
     raise MissingExtra.of("demo", "transformers") from e
 
@@ -35,8 +36,9 @@ def load_policy(folder: Path, *, device: torch.device) -> nn.Module:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"no model in {str(folder)!r} (config.json is missing): set model.path, or start the run with `fsref run`")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True)
     except (OSError, ValueError) as e:
         raise ConfigError(f"the model in {str(folder)!r} cannot be loaded: {e}") from e
     model.config.use_cache = False
@@ -57,3 +59,8 @@ def logits_at(model: nn.Module, batch: PackedMicroBatch, rows_N: Tensor, *, dtyp
             logits_to_keep=rows_N - 1,
         )
     return cast("Tensor", output.logits[0])
+
+
+def save_model(model: nn.Module, folder: Path, state: dict[str, Tensor]) -> None:
+    """Writes ``state`` in place of the model's own parameters as a Hugging Face folder, under the published names."""
+    cast("Policy", model).save_pretrained(str(folder), state_dict=state)

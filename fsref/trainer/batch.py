@@ -1,0 +1,50 @@
+"""From what the loader handed out to what goes through the model: fetched micro batches as they are, dropped ones as stand-ins."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsref.tensors import PackedMicroBatch
+from fsref.trainer.agreement import Agreement, Taken
+from fsref.trainer.standin import StandIns
+
+
+def ready_batches(taken: Taken, agreement: Agreement, stand_ins: StandIns, *, device: torch.device) -> tuple[list[PackedMicroBatch], int]:
+    """The step's micro batches in order, on ``device``, and how many stand-ins route by made-up rows.
+
+    A micro batch that another rank of the same data rank failed to fetch is a stand-in too.
+    """
+    moved = [on_device(t if isinstance(t, PackedMicroBatch) else t.batch, device) for t in taken]
+    stand_ins.learn(m for m, t in zip(moved, taken, strict=True) if isinstance(t, PackedMicroBatch))
+    out: list[PackedMicroBatch] = []
+    generated = 0
+    for batch, dropped in zip(moved, agreement.dropped, strict=True):
+        if not dropped:
+            out.append(batch)
+            continue
+        stand_in = stand_ins.build(batch)
+        generated += stand_in.generated
+        out.append(stand_in.batch)
+    return out, generated
+
+
+def on_device(batch: PackedMicroBatch, device: torch.device) -> PackedMicroBatch:
+    """The same batch with every tensor on ``device``; itself where it is there already."""
+    if batch.token_ids.device == device:
+        return batch
+    moved = _moved(batch, device)
+    assert isinstance(moved, PackedMicroBatch)
+    return moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {k: _moved(v, device) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)})
+    return value

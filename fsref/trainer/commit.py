@@ -1,0 +1,144 @@
+"""When a step's arrays are removed, and the order in which the ranks do it (ledger.md section 5).
+
+Owns the policy and the sequence: rank 0 records the drop durably, barrier, every data rank's leader removes its own share in the
+background, counts are gathered, rank 0 records ``done``. Refuses a second drop of a step, and a ``done`` while anything may still be there:
+what could not be removed is left to the run's close.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from fsref.config import TrainerSection
+from fsref.reaper import Outcome, delete_objects
+from fsref.steps import RankFile, StepInfo
+from fsref.store import Store
+from fsref.trainer.ranks import Ranks
+
+_log: Final = logging.getLogger(__name__)
+
+
+class StepLedger(Protocol):
+    """What the trainer needs of ``fsref.reaper.StepHolder``; rank 0 only. Step ranges include both ends."""
+
+    def taken(self, info: StepInfo) -> object: ...
+    def used(self, step: int, miss: Mapping[str, str]) -> object: ...
+    def drop_steps(self, lo: int, hi: int) -> object: ...
+    def done_steps(self, lo: int, hi: int, *, absent: Sequence[str]) -> object: ...
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What one ``settle`` found finished, over all data ranks."""
+
+    objects: int = 0
+    bytes: int = 0
+    absent: int = 0
+    failed: int = 0
+    pending: int = 0
+    """Objects whose removal still runs."""
+
+
+@dataclass
+class _Share:
+    """One drop of steps ``lo`` to ``hi`` and this rank's part of it."""
+
+    lo: int
+    hi: int
+    sizes: dict[str, int]
+    outcome: "Future[Outcome]"
+    settled: bool = field(default=False)
+
+
+class Committer:
+    """Removes the arrays of trained steps. Every method but ``fetched`` is collective. A context manager."""
+
+    def __init__(self, ranks: Ranks, store: Store, ledger: StepLedger | None, config: TrainerSection, *, delete_threads: int = 1) -> None:
+        """``ledger``: rank 0's holder, None elsewhere."""
+        self._ranks, self._store, self._ledger = ranks, store, ledger
+        self._policy, self._keep_last, self._delete_threads = config.commit, config.keep_last, delete_threads
+        self._owned: dict[int, dict[str, int]] = {}
+        self._shares: list[_Share] = []
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fsref-commit")
+
+    def fetched(self, rank_file: RankFile) -> None:
+        """Every rank has this step's tensors, or has agreed to go without: its removal may follow, by policy."""
+        sizes = {s.object_id: s.byte_count for m in rank_file.micro_batches for q in m.sequences if q.ref for s in q.ref.segments}
+        self._owned[rank_file.step] = {i: sizes.get(i, 0) for i in rank_file.owned}
+
+    def after_fetch(self, step: int) -> None:
+        """Policy ``fetched``."""
+        if self._policy == "fetched":
+            self._drop_through(step)
+
+    def after_step(self, step: int) -> None:
+        """Policy ``keep_last``: all but the newest steps."""
+        if self._policy == "keep_last":
+            self._drop_through(step - self._keep_last)
+
+    def after_checkpoint(self, version: int) -> None:
+        """Policy ``checkpoint``: the steps below a durable checkpoint."""
+        if self._policy == "checkpoint":
+            self._drop_through(version - 1)
+
+    def finish(self, step: int) -> None:
+        """The run's clean end: whatever the policy, nothing will be read again."""
+        self._drop_through(step)
+
+    def settle(self, *, wait: bool) -> Removed:
+        """Records what has been removed since the last call; with ``wait`` all of it. Counts are over all data ranks."""
+        removed = Removed()
+        for share in list(self._shares):
+            if not wait and self._ranks.maximum([0 if share.outcome.done() else 1])[0]:
+                break  # in order, so that every rank settles the same shares
+            removed = _plus(removed, self._settle(share))
+            self._shares.remove(share)
+        pending = self._ranks.gather(sum(len(s.sizes) for s in self._shares)) if self._shares else [0]
+        return Removed(removed.objects, removed.bytes, removed.absent, removed.failed, sum(pending))
+
+    def close(self) -> None:
+        """Stops removing; what is left stays dropped and not done, for the run's close. Waits for a removal under way."""
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _drop_through(self, hi: int) -> None:
+        steps = sorted(s for s in self._owned if s <= hi)
+        if not steps:
+            return
+        if self._ledger is not None:
+            self._ledger.drop_steps(steps[0], steps[-1])
+        self._ranks.barrier()  # W1: the drop is durable before any rank removes
+        sizes: dict[str, int] = {}
+        for step in steps:
+            sizes.update(self._owned.pop(step))
+        share = list(sizes) if self._ranks.is_leader else []
+        outcome = self._pool.submit(delete_objects, self._store, share, threads=self._delete_threads, stop=self._stop)
+        self._shares.append(_Share(steps[0], steps[-1], sizes, outcome))
+
+    def _settle(self, share: _Share) -> Removed:
+        outcome = share.outcome.result()
+        parts = self._ranks.gather(
+            (len(outcome.done), sum(share.sizes[i] for i in outcome.done), list(outcome.absent), len(outcome.failed))
+        )
+        absent = [i for p in parts for i in p[2]]
+        failed = sum(p[3] for p in parts)
+        for object_id, error in list(outcome.failed.items())[:3]:
+            _log.warning("object %s of steps %d to %d is not removed yet: %s", object_id, share.lo, share.hi, error)
+        if self._ledger is not None and not failed:
+            self._ledger.done_steps(share.lo, share.hi, absent=absent)
+        return Removed(sum(p[0] for p in parts), sum(p[1] for p in parts), len(absent), failed)
+
+
+def _plus(a: Removed, b: Removed) -> Removed:
+    return Removed(a.objects + b.objects, a.bytes + b.bytes, a.absent + b.absent, a.failed + b.failed, a.pending + b.pending)

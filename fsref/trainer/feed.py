@@ -1,0 +1,129 @@
+"""Finds step files as they are published and starts their fetches, beside the training of earlier steps.
+
+Owns one thread. A step is handed out only after its fetch has been started, so the loader is never touched by two threads for one step.
+Refuses to decide how long to wait and what a failure means: the trainer polls, and gets the error that stopped the thread.
+"""
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from fsref.errors import FsrefError, MissingArrays, ObjectMissing, StepError, StoreUnavailable
+from fsref.steps import RankFile, StepInfo, read_info, read_rank, step_name
+from fsref.store import Store
+
+POLL_S: Final = 0.05
+
+
+class Prefetcher(Protocol):
+    """What the feed needs of ``StepLoader``."""
+
+    def prefetch(self, rank: RankFile) -> None: ...
+
+
+@dataclass(frozen=True)
+class Published:
+    """A step that is there and being fetched."""
+
+    info: StepInfo
+    rank_file: RankFile
+
+
+class StepFeed:
+    """Looks for steps ``first`` to ``last`` (inclusive), at most ``ahead`` steps past the one that trains. Close it."""
+
+    def __init__(
+        self, store: Store, loader: Prefetcher, *, run: str, run_uuid: str, data_rank: int, first: int, last: int, ahead: int
+    ) -> None:
+        self._store, self._loader = store, loader
+        self._run, self._run_uuid, self._data_rank = run, run_uuid, data_rank
+        self._next, self._last, self._ahead = first, last, ahead
+        self._current = first
+        self._ready: dict[int, Published] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._error: FsrefError | None = None
+        self._thread = threading.Thread(target=self._run_thread, name="fsref-step-feed", daemon=True)
+        self._thread.start()
+
+    def wait(self, step: int, *, timeout_s: float) -> Published | None:
+        """Makes ``step`` the one that trains and returns it, or None if it was not published in time.
+
+        Raises what ended the search: ``StepError`` for a step of another run, ``StoreError``, ``MissingArrays``.
+        """
+        with self._changed:
+            self._current = step
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: step in self._ready or self._error is not None, timeout_s)
+            if step in self._ready:
+                return self._ready[step]
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def release(self, step: int) -> None:
+        """Forgets a step that was trained."""
+        with self._changed:
+            self._ready.pop(step, None)
+
+    def close(self) -> None:
+        """Stops the thread; idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _run_thread(self) -> None:
+        while self._may_look():
+            try:
+                found = self._look(self._next)
+            except FsrefError as e:
+                with self._changed:
+                    self._error = e
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                if found is None:
+                    self._changed.wait_for(lambda: self._stopping, POLL_S)
+                    continue
+                self._ready[self._next] = found
+                self._next += 1
+                self._changed.notify_all()
+
+    def _may_look(self) -> bool:
+        """Waits until a further step is wanted; False when there is none or the feed closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._next > self._last or self._next <= self._current + self._ahead)
+            return not self._stopping and self._next <= self._last
+
+    def _look(self, step: int) -> Published | None:
+        try:
+            info = read_info(self._store, step)
+        except (ObjectMissing, StoreUnavailable):
+            return None
+        if (info.run, info.run_uuid) != (self._run, self._run_uuid):
+            raise StepError(
+                f"{step_name(step)} is of run {info.run!r} ({info.run_uuid}), this trainer is of {self._run!r} ({self._run_uuid}): "
+                f"a folder that was used before; start under another run.id"
+            )
+        rank_file = read_rank(self._store, info, self._data_rank)
+        _require_references(rank_file)
+        self._loader.prefetch(rank_file)
+        return Published(info, rank_file)
+
+
+def _require_references(rank_file: RankFile) -> None:
+    for micro_batch in rank_file.micro_batches:
+        for sequence in micro_batch.sequences:
+            if sequence.ref is None and any(sequence.loss_mask):
+                raise MissingArrays(
+                    f"{step_name(rank_file.step)}: sample {sequence.sample} trains but has no arrays: is its environment served by a plain "
+                    f"verifiers server? Serve it with `fsref env-server`"
+                )

@@ -1,0 +1,48 @@
+"""Weights for inference: ``weights/step_000012`` holds the policy after 12 optimiser steps.
+
+Owns the folder's form: a Hugging Face folder with bfloat16 safetensors under the names of the published architecture (experts one by
+one, as every engine reads them), config and tokenizer beside them, ``STABLE`` last. Version 0 is the run's initial model and is not
+exported.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from fsref.trainer.folders import publish, published, remove
+from fsref.trainer.model import save_model
+
+_NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
+
+
+def export(model: nn.Module, *, version: int, parent: Path, base: Path) -> Path:
+    """Writes version ``version`` and returns its folder; the model itself stays float32.
+
+    ``base`` is the initial model's folder, from which tokenizer and templates are copied. Raises ``StoreError`` subclasses.
+    """
+
+    def write(folder: Path) -> None:
+        state = {name: t.detach().to("cpu", torch.bfloat16) for name, t in model.state_dict().items() if t.is_floating_point()}
+        save_model(model, folder, state)
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings["dtype"] = "bfloat16"
+        (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        for path in base.iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED) and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+    existing = published(parent).get(version)
+    if existing is not None:  # trained again after a restart
+        remove(existing)
+    return publish(parent, version, write)
+
+
+def remove_future(parent: Path, *, version: int) -> None:
+    """Removes exports newer than ``version``: a run that resumes there will make them anew."""
+    for found, folder in published(parent).items():
+        if found > version:
+            remove(folder)
