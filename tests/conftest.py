@@ -1,0 +1,32 @@
+"""Options of the whole suite.
+
+``--core`` collects only what runs with the base package and the test tools (no torch, no verifiers): other Pythons run that.
+``--slow`` adds the tests that take minutes. Real vLLM runs where ``FSREF_VLLM_PYTHON`` names an interpreter that has it.
+"""
+
+from pathlib import Path
+
+import pytest
+
+NOT_CORE = frozenset({"envserver", "episodes", "inference", "orchestrator", "pipeline", "tensors", "trainer", "proofs"})
+"""Test folders whose subject needs an extra."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="only tests that need no extra")
+    parser.addoption("--slow", action="store_true", help="also tests that take minutes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("--core") and NOT_CORE.intersection(collection_path.relative_to(config.rootpath / "tests").parts):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    left_out = [i for i in items if i.get_closest_marker("slow")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [i for i in items if not i.get_closest_marker("slow")]
