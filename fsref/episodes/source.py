@@ -3,7 +3,9 @@
 Owns what both sides of the wire must agree on. Refuses to load models or tokenizers: it only names them.
 """
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -51,19 +53,31 @@ class Target:
     """``eval`` relays chat requests: no token ids, no arrays. Evaluations of the policy use ``train`` as well."""
 
 
+def plugin_id(name: str) -> str:
+    """The id under which verifiers finds a module in this process. It takes top-level names only, so a dotted one gets an alias.
+
+    Call it in every process that resolves the id; the name is imported. Raises ``ImportError``.
+    """
+    if "." not in name:
+        return name
+    alias = name.replace(".", "_").lower()
+    sys.modules.setdefault(alias, importlib.import_module(name))
+    return alias
+
+
 def env_config(env: EnvSection) -> Any:
     """verifiers' environment config for a source; seats without a runtime run in subprocesses of the env server.
 
     Raises ``ConfigError`` if the taskset or environment is unknown or its settings are wrong.
     """
-    data: dict[str, Any] = {**env.env_args, "taskset": {**env.args, "id": env.taskset}}
-    if env.env_id:
-        data["id"] = env.env_id
-    else:
-        data["agent"] = {"runtime": {"type": "subprocess"}, **data.get("agent", {})}
     try:
+        data: dict[str, Any] = {**env.env_args, "taskset": {**env.args, "id": plugin_id(env.taskset)}}
+        if env.env_id:
+            data["id"] = plugin_id(env.env_id)
+        else:
+            data["agent"] = {"runtime": {"type": "subprocess"}, **data.get("agent", {})}
         return resolve_env_config(data)
-    except (ValidationError, ModuleNotFoundError, AttributeError, TypeError, ValueError) as e:
+    except (ValidationError, ImportError, AttributeError, TypeError, ValueError) as e:
         raise ConfigError(f"env {env.name!r}: taskset {env.taskset!r} cannot be set up: {e}") from e
 
 

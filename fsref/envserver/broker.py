@@ -1,0 +1,110 @@
+"""The broker of a replica with several workers: verifiers' pool, plus what its workers must hear and what ends it.
+
+verifiers' broker answers a cancel of a finished run itself, drops replies to clients that are gone in silence, and never notices that a
+worker died: runs on it would wait for ever. Here the worker that served a request is remembered; a late cancel, or a client that
+is gone, reaches it as a cancel, which it reads as a nack; and the death of any worker stops the whole replica.
+
+Owns that. Refuses to remove objects: only the worker that kept them, or its adopter, may.
+"""
+
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, ClassVar, Final
+
+import msgpack
+import zmq
+from verifiers.v1.serve.pool import EnvServerPool
+
+from fsref.envserver.worker import cancel_target
+
+logger = logging.getLogger(__name__)
+
+REQUESTS_MAX: Final = 65_536
+"""Requests whose worker is remembered; what falls out is settled by adoption (ledger.md section 5)."""
+
+
+@dataclass
+class _Served:
+    dealer: Any
+    replied: bool = False
+    client_gone: bool = False
+
+
+class KeepingPool(EnvServerPool):  # type: ignore[misc]  # verifiers is untyped
+    """A broker over ``KeepingServer`` processes."""
+
+    dead: ClassVar[str] = ""
+    """Why the replica stopped itself; empty if it did not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._served: OrderedDict[bytes, _Served] = OrderedDict()
+        self._stopping = threading.Event()
+        self.frontend.send_multipart = partial(self._send, self.frontend.send_multipart)
+        self.frontend.recv_multipart = partial(self._receive, self.frontend.recv_multipart)
+
+    def _spawn_worker(self) -> None:
+        super()._spawn_worker()
+        worker = self.workers[-1]
+        dealer = worker["dealer"]
+        dealer.send_multipart = partial(self._dispatch, dealer, dealer.send_multipart)
+        threading.Thread(target=self._watch, args=(worker["process"],), name="fsref-watch", daemon=True).start()
+
+    def _shutdown(self) -> None:
+        self._stopping.set()
+        super()._shutdown()
+
+    async def _dispatch(self, dealer: Any, inner: Any, frames: list[bytes], *args: Any, **kwargs: Any) -> Any:
+        if frames[1] == b"run":
+            self._served[frames[0]] = _Served(dealer)
+            while len(self._served) > REQUESTS_MAX:
+                self._served.popitem(last=False)
+        return await inner(frames, *args, **kwargs)
+
+    async def _receive(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        frames = await inner(*args, **kwargs)
+        if len(frames) == 4 and frames[2] == b"cancel":
+            target = cancel_target(frames[3]).encode()
+            served = self._served.get(target)
+            if served is not None and served.replied:  # before that, verifiers forwards it
+                await _tell(served, target)
+        return frames
+
+    async def _send(self, inner: Any, frames: list[Any], *args: Any, **kwargs: Any) -> Any:
+        request_id, kind = _bytes(frames[1]), _bytes(frames[2])
+        served = self._served.get(request_id)
+        if served is not None and kind == b"reply":
+            served.replied = True
+        try:
+            return await inner(frames, *args, **kwargs)
+        except zmq.ZMQError:
+            if served is not None and not served.client_gone:
+                served.client_gone = True
+                await _tell(served, request_id)
+            raise
+
+    def _watch(self, process: Any) -> None:
+        wait([process.sentinel])
+        if self._stopping.is_set():
+            return
+        process.join()
+        type(self).dead = f"worker process {process.pid} ended with exit code {process.exitcode}"
+        logger.error("%s: this replica stops", self.dead)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def _tell(served: _Served, request_id: bytes) -> None:
+    """Cancels a request at its worker; the answer finds no pending request in the broker and is ignored."""
+    payload = msgpack.packb({"request_id": request_id.decode()}, use_bin_type=True)
+    await served.dealer.send_multipart([uuid.uuid4().hex.encode(), b"cancel", payload])
+
+
+def _bytes(frame: Any) -> bytes:
+    return frame.bytes if isinstance(frame, zmq.Frame) else frame

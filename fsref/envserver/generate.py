@@ -1,0 +1,169 @@
+"""Between verifiers and the engine: takes per-token arrays out of every generate reply before verifiers sees it.
+
+``renderers.client.generate`` posts a request and parses the whole reply on the event loop, masks and heads as Python lists. Here the
+post goes through ``_Engine``: the reply is decoded in a thread (``fsref.wire``), its arrays go to the ``Capture`` of the trace, and
+only what is left, tokens and sampled logprobs, goes on to renderers. So verifiers never holds an array, streams none, and the event loop
+never decodes one. A reply that cannot be read fails its request and is remembered, so that the episode's error says why.
+
+The trace is known by ``X-Session-ID``, which verifiers sends with every request and which is the trace id.
+"""
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import renderers.client
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+
+from fsref.envserver.capture import Capture, turn_arrays
+from fsref.errors import WireError
+from fsref.refs import Ragged
+from fsref.wire.logprobs import decode_top_logprobs
+from fsref.wire.masks import decode_sampling_mask
+from fsref.wire.modelconfig import ModelShape
+from fsref.wire.routing import decode_routed_experts
+
+_EXTRA_CANDIDATES: Final = 2
+"""An engine puts the sampled token first, so the true head needs one more candidate, and one to see a tie at the cut."""
+
+_ROUTING_TEXT: Final = b'"routed_experts":"'
+"""As compact JSON has it. Inside a JSON string its quotes would be escaped, so it cannot be met there; base64 has no quotes."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What every patched call shares."""
+
+    capture: Capture
+    executor: Executor
+    """Decodes replies."""
+    model: ModelShape | None
+    """Checks sizes and ids of routing; ``None`` takes them as they are."""
+
+    def install(self) -> Callable[[], None]:
+        """Replaces ``renderers.client.generate``, which verifiers imports at each call; returns the undo."""
+        inner = renderers.client.generate
+
+        @functools.wraps(inner)
+        async def generate(**kwargs: Any) -> Any:
+            return await self.generate(inner, **kwargs)
+
+        renderers.client.generate = generate
+
+        def undo() -> None:
+            renderers.client.generate = inner
+
+        return undo
+
+    async def generate(self, inner: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
+        """``inner``, with a client that takes the arrays out."""
+        trace_id = (kwargs.get("extra_headers") or {}).get(SESSION_ID_HEADER)
+        sampling = dict(kwargs.get("sampling_params") or {})
+        head = sampling.pop("logprobs", None)
+        engine = _Engine(kwargs["client"], self, trace_id, head if type(head) is int and head > 0 else None)
+        result = await inner(**{**kwargs, "client": engine, "sampling_params": sampling})
+        if not engine.posted:
+            raise WireError("renderers did not post the request through the client it was given: this version is not supported")
+        return result
+
+    def read(self, raw: bytes, body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> bytes:
+        """Decodes a reply (in a thread), gives its arrays to the capture, and returns the rest as JSON. Raises ``WireError``."""
+        rest, routing = _splice(raw)
+        try:
+            reply = json.loads(rest)
+        except ValueError as e:
+            raise WireError(f"the engine's reply is not JSON: {e}") from e
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+            raise WireError(f"the engine's reply has no choices: {raw[:80]!r}")
+        choice = choices[0]
+        if routing and choice.get("routed_experts") == "":
+            choice["routed_experts"] = routing[0]
+        self._take(choice, body, trace_id=trace_id, head=head)
+        return json.dumps({**reply, "choices": [choice]}, separators=(",", ":")).encode()
+
+    def _take(self, choice: dict[str, Any], body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> None:
+        prompt_ids, token_ids = body["token_ids"], choice.get("token_ids")
+        if not isinstance(token_ids, list):
+            raise WireError(f"choice.token_ids: a list expected, {type(token_ids).__name__} found")
+        start = int(body["sampling_params"].get("routed_experts_prompt_start") or 0)
+        routing = decode_routed_experts(
+            choice.pop("routed_experts", None), start=start, token_count=len(prompt_ids) + len(token_ids), model=self.model
+        )
+        ragged: dict[str, Ragged] = {}
+        if head is not None:
+            ragged["top_logprobs"] = decode_top_logprobs(choice.get("logprobs"), token_ids=token_ids, head=head)
+            for entry in choice["logprobs"]["content"]:
+                entry.pop("top_logprobs", None)
+        mask = decode_sampling_mask(
+            choice.pop("sampling_mask", None), token_ids=token_ids, vocab_count=self.model.vocab_count if self.model else 1 << 31
+        )
+        if mask is not None:
+            ragged["sampling_mask"] = mask
+        if trace_id is not None:
+            dense = {} if routing is None else {"routed_experts": (routing.start, routing.rows)}
+            self.capture.add(trace_id, turn_arrays(prompt_ids=prompt_ids, completion_ids=token_ids, dense=dense, ragged=ragged))
+
+
+def _splice(raw: bytes) -> tuple[bytes, list[memoryview]]:
+    """``raw`` with every ``routed_experts`` text made empty, and those texts: a JSON parser would copy megabytes under the GIL."""
+    rest: list[bytes] = []
+    texts: list[memoryview] = []
+    at = 0
+    while (found := raw.find(_ROUTING_TEXT, at)) >= 0:
+        start = found + len(_ROUTING_TEXT)
+        stop = raw.find(b'"', start)
+        if stop < 0:
+            break  # cut short: the parser says so
+        rest.append(raw[at:start])
+        texts.append(memoryview(raw)[start:stop])
+        at = stop
+    return b"".join([*rest, raw[at:]]), texts
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """As much of an HTTP response as renderers reads."""
+
+    content: bytes
+
+
+class _Engine:
+    """As much of an OpenAI client as ``renderers.client.generate`` uses."""
+
+    def __init__(self, inner: Any, adapter: Adapter, trace_id: str | None, head: int | None) -> None:
+        self._inner, self._adapter, self._trace_id, self._head = inner, adapter, trace_id, head
+        self.posted = False
+
+    @property
+    def base_url(self) -> Any:
+        return self._inner.base_url
+
+    async def get(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._inner.get(*args, **kwargs)
+
+    async def post(self, endpoint: str, *, body: dict[str, Any], **kwargs: Any) -> _Reply:
+        self.posted = True
+        body = {**body, "sampling_params": self._sampling(body)}
+        response = await self._inner.post(endpoint, body=body, **kwargs)
+        read = functools.partial(self._adapter.read, response.content, body, trace_id=self._trace_id, head=self._head)
+        try:
+            return _Reply(await asyncio.get_running_loop().run_in_executor(self._adapter.executor, read))
+        except WireError as e:
+            if self._trace_id is not None:
+                self._adapter.capture.fail(self._trace_id, e)
+            raise
+
+    def _sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        sampling = dict(body["sampling_params"])
+        if self._head is not None:
+            sampling["logprobs"] = self._head + _EXTRA_CANDIDATES
+        start = sampling.get("routed_experts_prompt_start")
+        if start is not None:
+            # vLLM 0.27 dies of a start at or behind the prompt's end
+            sampling["routed_experts_prompt_start"] = max(0, min(int(start), len(body["token_ids"]) - 1))
+        return sampling

@@ -1,0 +1,111 @@
+"""What one worker process holds for its life: store, ledger holder, writer, capture, threads. Opened together, closed in order."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsref.config import Config, EnvSection, parse
+from fsref.envserver.capture import Capture
+from fsref.envserver.generate import Adapter
+from fsref.errors import ConfigError
+from fsref.journal.run import RunInfo, read_run
+from fsref.reaper import EnvHolder
+from fsref.refs import Schema
+from fsref.store import Store, open_root
+from fsref.wire.modelconfig import ModelShape, read_model_shape
+from fsref.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker process is started with; picklable."""
+
+    config_json: bytes
+    """``config.dump`` of the resolved config."""
+    env: str
+    replica: int
+
+    @property
+    def label(self) -> str:
+        """``<env>-<replica>``, the head of every incarnation label of this replica."""
+        return f"{self.env}-{self.replica}"
+
+
+def section(config: Config, name: str) -> EnvSection:
+    """The ``[[env]]`` table of that name; raises ``ConfigError`` with the names there are."""
+    for env in config.env:
+        if env.name == name:
+            return env
+    raise ConfigError(f"the config has no [[env]] table named {name!r}; it has {[e.name for e in config.env]}")
+
+
+class _Receipts:
+    """The ledger's holder as a writer's keeper: journals name fields by a bit mask over the schema's order."""
+
+    def __init__(self, holder: EnvHolder, schema: Schema) -> None:
+        self._holder = holder
+        self._bits = {f.name: 1 << n for n, f in enumerate(schema.fields)}
+
+    @property
+    def inc(self) -> str:
+        return self._holder.inc
+
+    def next_seq(self) -> int:
+        return self._holder.next_seq()
+
+    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: Sequence[str]) -> None:
+        mask = sum(self._bits[name] for name in fields)
+        self._holder.keep(seq, byte_count=byte_count, checksum=checksum, token_count=token_count, fields=mask)
+
+
+class Resources:
+    """Use ``open``; close it once."""
+
+    def __init__(self, *, config: Config, env: EnvSection, store: Store, run: RunInfo, holder: EnvHolder, model: ModelShape | None) -> None:
+        self.config, self.store, self.run, self.holder = config, store, run, holder
+        self.writer = Writer(
+            store,
+            run.schema,
+            _Receipts(holder, run.schema),
+            durability=config.store.durability,
+            bytes_object_max=config.store.bytes_object_max,
+        )
+        self.capture = Capture()
+        self.writers = ThreadPoolExecutor(config.store.write_threads, thread_name_prefix="fsref-keep")
+        self._decoders = ThreadPoolExecutor(env.decode_threads, thread_name_prefix="fsref-decode")
+        self._undo = Adapter(self.capture, self._decoders, model).install()
+
+    @classmethod
+    def open(cls, settings: Settings, *, worker: int) -> "Resources":
+        """Opens the run's store and a new incarnation ``env.<env>-<replica>-<worker>.<boot>``; raises ``StoreError``, ``LedgerError``."""
+        config = parse(settings.config_json)
+        store = open_store(config)
+        run = read_run(store)
+        holder = EnvHolder(store, Path(config.run.run_dir) / "ledger", run=run, label=f"{settings.label}-{worker}", section=config.ledger)
+        return cls(config=config, env=section(config, settings.env), store=store, run=run, holder=holder, model=_model(config, run))
+
+    def close(self) -> None:
+        """Waits for threads, drops what was never sent, ends the incarnation."""
+        self._undo()
+        self._decoders.shutdown(wait=True, cancel_futures=True)
+        self.writers.shutdown(wait=True, cancel_futures=True)
+        counters = self.holder.counters
+        pending = self.holder.close()
+        self.store.close()
+        logger.info("incarnation %s closed: %s, %d removals pending", self.holder.inc, counters, pending)
+
+
+def open_store(config: Config) -> Store:
+    """The store of the config's run."""
+    return open_root(config.run.root, run=config.run.id, settings=config.store)
+
+
+def _model(config: Config, run: RunInfo) -> ModelShape | None:
+    """Sizes to check routing against; only runs with that field have a reason to read the model folder."""
+    if all(f.name != "routed_experts" for f in run.schema.fields):
+        return None
+    return read_model_shape(config.model.path or f"{config.run.run_dir}/model")
