@@ -140,11 +140,11 @@ class Adopt(Record, frozen=True, tag="adopt"):
     """Bytes of h's journal that were read; whatever h writes beyond is void."""
     n: Natural | None = None
     """Final seq count of a producer."""
-    extra: Text | str = ""
+    extra: str = ""
     """Seqs that are present without a keep."""
-    void: Text | str = ""
+    void: str = ""
     """Seqs that never held an object."""
-    lost: Text | str = ""
+    lost: str = ""
     """Seqs that were kept, are absent and were never dropped."""
     part: Part | None = None
 
@@ -152,8 +152,8 @@ class Adopt(Record, frozen=True, tag="adopt"):
 class Close(Record, frozen=True, tag="close"):
     """Clean end."""
 
-    n: Natural = 0
-    """Final seq count of a producer."""
+    n: Natural | None = None
+    """Final seq count of a producer; left out where ``void`` does not fit the line."""
     counters: dict[str, int] = {}
     void: str = ""
     """A producer's seqs that never held an object."""

@@ -1,8 +1,10 @@
 """Carrying out removals: the holders of rights, the background deleter, adoption and recovery, and the audit over files and store."""
 
+from fsref.ledger import Audit, Verdict
+from fsref.reaper.audit import audit
 from fsref.reaper.consumer import ConsumerHolder
 from fsref.reaper.delete import Outcome, delete_objects
 from fsref.reaper.env import EnvHolder
 from fsref.reaper.step import StepHolder
 
-__all__ = ["ConsumerHolder", "EnvHolder", "Outcome", "StepHolder", "delete_objects"]
+__all__ = ["Audit", "ConsumerHolder", "EnvHolder", "Outcome", "StepHolder", "Verdict", "audit", "delete_objects"]

@@ -100,8 +100,9 @@ class EnvHolder(Holder):
             if not self._journal.poisoned and not self._fenced():
                 self._drop(self._rights.discard([f"{self.inc}/{seq}" for seq in list(self._rights.unsent)]), "never_sent")
             void = pack_seqs(self._rights.void())
+            fits = len(void) <= VOID_TEXT_MAX
             return self._finish(
-                deadline_s=deadline_s, n=self._rights.minted, void=void if len(void) <= VOID_TEXT_MAX else "", counters=self.counters
+                deadline_s=deadline_s, n=self._rights.minted if fits else None, void=void if fits else "", counters=self.counters
             )
 
     def _fenced(self) -> bool:

@@ -26,7 +26,7 @@ class Holder:
 
     role: str
 
-    def __init__(self, store: Store, ledger_dir: Path, *, run: RunInfo, label: str, section: LedgerSection | None = None) -> None:
+    def __init__(self, store: Store, ledger_dir: Path, *, run: RunInfo, label: str = "main", section: LedgerSection | None = None) -> None:
         self._store, self._ledger_dir, self._run = store, ledger_dir, run
         self._section = section or LedgerSection()
         self._label = label_of(label)
@@ -60,7 +60,7 @@ class Holder:
         if reason not in legal:
             raise ValueError(f"reason {reason!r} is not one that a {self.role} incarnation may give: {sorted(legal)}")
 
-    def _finish(self, *, deadline_s: float, n: int = 0, void: str = "", counters: dict[str, int]) -> int:
+    def _finish(self, *, deadline_s: float, n: int | None = None, void: str = "", counters: dict[str, int]) -> int:
         pending = self._deleter.close(deadline_s=deadline_s)
         try:
             self._deleter.check()

@@ -1,0 +1,285 @@
+"""The fold of one journal: a set of facts, each with the offset that proves it.
+
+Owns what a single journal says, in a form that merges by union (``fsref.ledger.merge``). Refuses records that no correct writer
+produces in that order (no ``open`` first, anything after ``close``, a broken group of parts): ``JournalCorrupt``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from fsref.errors import BadRef, JournalCorrupt
+from fsref.ledger.ids import IDS_RECORD_MAX, unpack, unpack_seqs
+from fsref.ledger.records import VERSION, Adopt, AnyRecord, Close, Done, Drop, Keep, Open, Ship, StepRecord, Take
+from fsref.refs import check_incarnation
+
+IDS_JOURNAL_MAX: Final = 1 << 26
+"""Ids that one journal may name, counted with repetition."""
+SeqMap = dict[str, dict[int, Any]]
+"""Producer to seq to fact."""
+
+
+class ShipFact(NamedTuple):
+    """A shipped step as one journal tells it."""
+
+    step: int
+    n: int
+    byte_count: int
+    checksum: int
+    offset: int
+    ids: dict[str, list[int]]
+
+
+class StepFact(NamedTuple):
+    """A ``step`` record; ``key`` names the batch."""
+
+    n: int
+    checksum: int
+    offset: int
+
+
+class StepRange(NamedTuple):
+    """A drop or done over steps, both ends included."""
+
+    lo: int
+    hi: int
+    offset: int
+    attempt: int = 1
+    reason: str = ""
+
+
+@dataclass
+class Adoption:
+    """An ``adopt`` record, parts merged."""
+
+    h: str
+    how: str
+    end: int
+    n: int | None
+    offset: int
+    extra: set[int] = field(default_factory=set)
+    void: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+
+
+class JournalFold:
+    """What one journal says. ``feed`` in order of offsets; then read only."""
+
+    def __init__(self, inc: str, *, ids_max: int = IDS_JOURNAL_MAX) -> None:
+        self.inc = check_incarnation(inc)
+        self.role = inc.partition(".")[0]
+        self.open: Open | None = None
+        self.close: Close | None = None
+        self.last = -1
+        """Offset of the last record that took effect."""
+        self.count = 0
+        self.kept: dict[int, tuple[int, int]] = {}
+        """Seq to (bytes, offset)."""
+        self.taken: SeqMap = {}
+        """To offset."""
+        self.ships: dict[int, ShipFact] = {}
+        self.shipped: SeqMap = {}
+        """To (step, offset)."""
+        self.steps: dict[int, list[StepFact]] = {}
+        """Step to its ``taken`` records."""
+        self.used: dict[int, list[StepFact]] = {}
+        self.missed: dict[int, SeqMap] = {}
+        """Step to the ids that could not be fetched, to their class."""
+        self.drops: SeqMap = {}
+        """To (offset, reason)."""
+        self.step_drops: list[StepRange] = []
+        self.done: SeqMap = {}
+        """To (offset, attempt)."""
+        self.step_done: list[StepRange] = []
+        self.absent: SeqMap = {}
+        """Ids that a first attempt found absent, to offset."""
+        self.adopts: dict[str, Adoption] = {}
+        self.repeats: list[tuple[str, str, int, int]] = []
+        """(predicate, id, first offset, second offset): what this journal does twice."""
+        self._ids_left = ids_max
+        self._parts: list[tuple[int, AnyRecord]] = []
+
+    @property
+    def sealed(self) -> bool:
+        """Whether it ended with ``close``."""
+        return self.close is not None
+
+    def feed(self, offset: int, record: AnyRecord) -> None:
+        """Adds one record. Raises ``JournalCorrupt``."""
+        if self.open is None or self.close is not None or isinstance(record, Open):
+            self._check_order(offset, record)
+        part = getattr(record, "part", None)
+        if part is None and not self._parts:
+            _APPLY[type(record)](self, offset, record)
+        else:
+            self._feed_part(offset, record, part)
+            if self._parts:
+                return
+        self.last = offset
+        self.count += 1
+
+    def _check_order(self, offset: int, record: AnyRecord) -> None:
+        if self.open is None and not isinstance(record, Open):
+            raise JournalCorrupt(f"{self.inc}: the first record is {type(record).__name__}, not open")
+        if self.close is not None:
+            raise JournalCorrupt(f"{self.inc}: a record at {offset} follows the close")
+        if self.open is not None and isinstance(record, Open):
+            raise JournalCorrupt(f"{self.inc}: a second open at {offset}")
+        if isinstance(record, Open):
+            if record.v > VERSION:
+                raise JournalCorrupt(f"{self.inc}: written in format {record.v}, this version reads up to {VERSION}: use a newer fsref")
+            if record.inc != self.inc:
+                raise JournalCorrupt(f"{self.inc}: its open record names {record.inc[:80]!r}: the file was renamed or copied")
+
+    def _feed_part(self, offset: int, record: AnyRecord, part: tuple[int, int] | None) -> None:
+        """A set split over records takes effect when its last part is there; a group that breaks off at the end never does."""
+        k, m = part or (0, 0)
+        first = self._parts[0][1] if self._parts else record
+        same = type(first) is type(record) and getattr(first, "part", (0, 0))[1] == m
+        if k != len(self._parts) + 1 or (k > 1 and not same) or k > m:
+            raise JournalCorrupt(f"{self.inc}: part {k} of {m} at {offset} does not continue a group of {len(self._parts)}")
+        self._parts.append((offset, record))
+        if k == m:
+            for _, piece in self._parts:
+                _APPLY[type(piece)](self, offset, piece)
+            self._parts = []
+
+    def _unpack(self, packed: dict[str, str]) -> dict[str, list[int]]:
+        ids = unpack(packed)
+        self._spend(sum(map(len, ids.values())))
+        return ids
+
+    def _spend(self, count: int) -> None:
+        self._ids_left -= count
+        if self._ids_left < 0:
+            raise JournalCorrupt(f"{self.inc}: names more ids than the limit")
+
+    def _open(self, _: int, record: Open) -> None:
+        self.open = record
+
+    def _keep(self, offset: int, record: Keep) -> None:
+        if self.role != "env":
+            raise JournalCorrupt(f"{self.inc}: keep at {offset}, which only env incarnations write")
+        if record.s in self.kept:
+            self.repeats.append(("I1", f"{self.inc}/{record.s}", self.kept[record.s][1], offset))
+            return
+        self._spend(1)
+        self.kept[record.s] = (record.b, offset)
+
+    def _take(self, offset: int, record: Take) -> None:
+        for inc, seqs in self._unpack(record.i).items():
+            into = self.taken.setdefault(inc, {})
+            for seq in seqs:
+                into.setdefault(seq, offset)
+
+    def _ship(self, offset: int, record: Ship) -> None:
+        ids = self._unpack(record.i)
+        known = self.ships.get(record.step)
+        if known is None:
+            self.ships[record.step] = ShipFact(record.step, record.n, record.b, record.sum, offset, ids)
+        elif known.offset == offset:  # a further part
+            for inc, seqs in ids.items():
+                known.ids.setdefault(inc, []).extend(seqs)
+        else:
+            self.repeats.append(("I7", f"step {record.step}", known.offset, offset))
+        for inc, seqs in ids.items():
+            into = self.shipped.setdefault(inc, {})
+            for seq in seqs:
+                if seq in into:
+                    self.repeats.append(("I7", f"{inc}/{seq}", into[seq][1], offset))
+                else:
+                    into[seq] = (record.step, offset)
+
+    def _step(self, offset: int, record: StepRecord) -> None:
+        fact = StepFact(record.n, record.sum, offset)
+        (self.steps if record.st == "taken" else self.used).setdefault(record.step, []).append(fact)
+        for kind, packed in record.miss.items():
+            into = self.missed.setdefault(record.step, {})
+            for inc, seqs in self._unpack(packed).items():
+                into.setdefault(inc, {}).update(dict.fromkeys(seqs, kind))
+
+    def _drop(self, offset: int, record: Drop) -> None:
+        if record.steps is not None:
+            self.step_drops.append(StepRange(*record.steps, offset, 1, record.r))
+            return
+        fact = (offset, record.r)
+        for inc, seqs in self._unpack(record.i).items():
+            into = self.drops.setdefault(inc, {})
+            for seq in seqs:
+                if seq in into:
+                    self.repeats.append(("I2", f"{inc}/{seq}", into[seq][0], offset))
+                else:
+                    into[seq] = fact
+
+    def _done(self, offset: int, record: Done) -> None:
+        if record.steps is not None:
+            self.step_done.append(StepRange(*record.steps, offset, record.k))
+        fact = (offset, record.k)
+        for inc, seqs in self._unpack(record.i).items():
+            into = self.done.setdefault(inc, {})
+            for seq in seqs:
+                into.setdefault(seq, fact)
+        if record.a and record.k == 1:
+            for inc, seqs in self._unpack(record.a).items():
+                self.absent.setdefault(inc, {}).update(dict.fromkeys(seqs, offset))
+
+    def _adopt(self, offset: int, record: Adopt) -> None:
+        try:
+            check_incarnation(record.h)
+        except BadRef as e:
+            raise JournalCorrupt(f"{self.inc}: adopt at {offset}: {e}") from e
+        known = self.adopts.get(record.h)
+        if known is None or known.offset != offset:
+            if known is not None:
+                self.repeats.append(("I8", record.h, known.offset, offset))
+                return
+            known = self.adopts[record.h] = Adoption(record.h, record.how, record.end, record.n, offset)
+        for text, into in ((record.extra, known.extra), (record.void, known.void), (record.lost, known.lost)):
+            if text:
+                seqs = unpack_seqs(text, ids_max=IDS_RECORD_MAX)
+                self._spend(len(seqs))
+                into.update(seqs)
+
+    def _close(self, _: int, record: Close) -> None:
+        self.close = record
+
+    def cut(self, end: int) -> int | None:
+        """Forgets every fact at or behind offset ``end`` (the journal was adopted there). Returns the last forgotten offset, if any."""
+        if self.last < end:
+            return None
+        cut_at, self.last = self.last, end - 1
+        self.kept = {s: k for s, k in self.kept.items() if k[1] < end}
+        self.taken = _before(self.taken, end, int)
+        self.ships = {s: k for s, k in self.ships.items() if k.offset < end}
+        self.shipped = _before(self.shipped, end, lambda fact: int(fact[1]))
+        for steps in (self.steps, self.used):
+            for step in list(steps):
+                steps[step] = [f for f in steps[step] if f.offset < end]
+                if not steps[step]:
+                    del steps[step]
+        self.drops = _before(self.drops, end, lambda fact: int(fact[0]))
+        self.done = _before(self.done, end, lambda fact: int(fact[0]))
+        self.absent = _before(self.absent, end, int)
+        self.step_drops = [r for r in self.step_drops if r.offset < end]
+        self.step_done = [r for r in self.step_done if r.offset < end]
+        self.adopts = {h: a for h, a in self.adopts.items() if a.offset < end}
+        self.repeats = [r for r in self.repeats if r[3] < end]
+        self.close = None
+        return cut_at
+
+
+def _before(facts: SeqMap, end: int, offset_of: Callable[[Any], int]) -> SeqMap:
+    return {inc: {s: f for s, f in seqs.items() if offset_of(f) < end} for inc, seqs in facts.items()}
+
+
+_APPLY: Final[dict[type, Callable[[JournalFold, int, Any], None]]] = {
+    Open: JournalFold._open,  # noqa: SLF001
+    Keep: JournalFold._keep,  # noqa: SLF001
+    Take: JournalFold._take,  # noqa: SLF001
+    Ship: JournalFold._ship,  # noqa: SLF001
+    StepRecord: JournalFold._step,  # noqa: SLF001
+    Drop: JournalFold._drop,  # noqa: SLF001
+    Done: JournalFold._done,  # noqa: SLF001
+    Adopt: JournalFold._adopt,  # noqa: SLF001
+    Close: JournalFold._close,  # noqa: SLF001
+}
