@@ -14,6 +14,7 @@ from fsref.orchestrator.attempts import Attempts, EpisodeFailed
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
 from fsref.orchestrator.groups import Group, Source, Taken
+from fsref.orchestrator.waiting import settle
 from fsref.orchestrator.weights import Version
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Dispatcher:
                         self._failures = 0
                         complete.append(group)
         finally:
-            await _settle(running)
+            await settle(running)
         return sorted(complete, key=lambda g: g.number)
 
     def _next(self) -> Group:
@@ -89,7 +90,7 @@ class Dispatcher:
         try:
             await asyncio.wait(members, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await _settle(members)
+            await settle(members)
         for member in members:
             error = None if member.cancelled() else member.exception()
             if error is not None and not isinstance(error, EpisodeFailed):
@@ -133,10 +134,3 @@ class Dispatcher:
         for taken in group.taken:
             self._custody.drop(taken.episode.objects, Reason.GROUP_DROPPED)
         group.taken.clear()
-
-
-async def _settle(tasks: "set[asyncio.Task[None]] | set[asyncio.Task[Group]]") -> None:
-    """Cancels what still runs and waits for all; errors stay in the tasks."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

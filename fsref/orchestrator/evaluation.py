@@ -13,6 +13,7 @@ from fsref.orchestrator.attempts import Attempts, EpisodeFailed
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
 from fsref.orchestrator.groups import Source
+from fsref.orchestrator.waiting import settle
 
 if TYPE_CHECKING:
     from fsref.episodes import Episode, Task
@@ -68,12 +69,10 @@ async def evaluate(
         if running:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        for episode in running:
-            episode.cancel()
-        results = await asyncio.gather(*running, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
+        await settle(running)
+    for episode in running:
+        if not episode.cancelled():
+            episode.result()
     return tallies
 
 

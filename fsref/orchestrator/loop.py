@@ -23,6 +23,7 @@ from fsref.orchestrator.evaluation import evaluate, tally_metrics
 from fsref.orchestrator.filters import Rules, Selection, select
 from fsref.orchestrator.groups import Source, samples_of
 from fsref.orchestrator.metrics import batch_metrics, rss_bytes, selection_metrics
+from fsref.orchestrator.waiting import to_its_end, together
 from fsref.orchestrator.weights import Version
 from fsref.refs import Schema
 from fsref.store import Store
@@ -59,12 +60,9 @@ class Loop:
     _wire_before: int = field(default=0, init=False)
 
     async def run(self) -> None:
-        """All steps of the run, evaluations beside them. What is still held at the end, or at an error, the closing ledger drops.
-
-        Raises an exception group where an evaluation failed.
-        """
+        """All steps of the run, evaluations beside them. What is still held at the end, or at an error, the closing ledger drops."""
         evaluation: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as tasks:
+        async with together() as tasks:
             for step in range(self.config.run.steps):
                 settings = self.config.orchestrator
                 clock = _Clock()
@@ -81,7 +79,7 @@ class Loop:
         clock.lap("time/collect")
         batch = await asyncio.to_thread(self._pack, step, selection, metrics)
         clock.lap("time/pack")
-        await _to_its_end(lambda: self._hand_over(batch))
+        await to_its_end(lambda: self._hand_over(batch))
         self.custody.shipped(batch.shipped)
         clock.lap("time/publish")
         self._report(step, metrics, batch, clock.laps)
@@ -177,17 +175,6 @@ class _Clock:
         now = time.monotonic()
         self.laps[name] = now - self._last
         self._last = now
-
-
-async def _to_its_end(work: Callable[[], None]) -> None:
-    """Runs blocking work in a thread. A cancellation waits until it is done: what is shipped must also be published."""
-    task = asyncio.create_task(asyncio.to_thread(work))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        task.result()
-        raise
 
 
 def _shares(selection: Selection) -> str:

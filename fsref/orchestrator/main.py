@@ -3,7 +3,6 @@
 Owns the wiring. Needs the extra ``verifiers``.
 """
 
-import asyncio
 import logging
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fsref.orchestrator.dispatcher import Dispatcher
 from fsref.orchestrator.loop import Identity, Loop
 from fsref.orchestrator.session import Session, open_session, run_role
 from fsref.orchestrator.tasks import stream
+from fsref.orchestrator.waiting import together
 from fsref.orchestrator.weights import InferenceControl, Version, watch
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ async def _run(config: Config) -> None:
             version = Version()
             control = InferenceControl(config.inference.address)
             loop = _loop(config, session, version, hook)
-            async with asyncio.TaskGroup() as tasks:
+            async with together() as tasks:
                 poll_s = config.orchestrator.weights_poll_s
                 watcher = tasks.create_task(watch(folder / "weights", control.load, version, poll_s=poll_s))
                 await loop.run()

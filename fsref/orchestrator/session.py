@@ -15,12 +15,13 @@ from typing import Any, Final, Literal, TypeVar
 
 from fsref.config import Config, EnvSection
 from fsref.episodes import Episode, EpisodeClient, Target, Task, check_seams, load_tasks, sampling_values
-from fsref.errors import ConfigError, FsrefError
+from fsref.errors import ConfigError
 from fsref.journal import RunInfo, read_run
 from fsref.orchestrator.attempts import Attempts
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
 from fsref.orchestrator.groups import Source
+from fsref.orchestrator.waiting import together
 from fsref.reaper import ConsumerHolder
 from fsref.store import Store, open_root
 
@@ -103,7 +104,7 @@ def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody) -> 
 
 
 async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None:
-    async with asyncio.TaskGroup() as tasks:
+    async with together() as tasks:
         for client in clients:
             tasks.create_task(client.start(deadline_s=deadline_s))
 
@@ -129,10 +130,7 @@ def _source(config: Config, env: EnvSection, client: EpisodeClient, tasks: Seque
 
 
 def run_role(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
-    """Runs a role's coroutine to its end. SIGTERM and SIGINT cancel it, which is a clean end: the result is None then.
-
-    Of several errors at once the first of this package is raised alone; a bug keeps its whole group.
-    """
+    """Runs a role's coroutine to its end. SIGTERM and SIGINT cancel it, which is a clean end: the result is None then."""
     return asyncio.run(_guarded(work))
 
 
@@ -156,22 +154,6 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
         if not stopped:
             raise
         return None
-    except BaseExceptionGroup as group:
-        error = _first(group)
-        if error is None:
-            raise
-        raise error from None
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> FsrefError | None:
-    bugs = group.split(FsrefError)[1]
-    if bugs is not None:
-        return None
-    for error in group.exceptions:
-        found = _first(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(found, FsrefError):
-            return found
-    return None
