@@ -6,7 +6,7 @@ from fsref.errors import ConfigError, PayloadError
 from fsref.trainer.model import logits_at
 from fsref.trainer.replay import RouterReplay, moe_layers
 from torch import Tensor, nn
-from trainer_builders import EXPERTS, MOE_LAYERS, TOP_K, packed, random_routes, random_sequences, tiny_model
+from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, packed, random_routes, random_sequences, tiny_model
 
 
 def batch_of(lengths: tuple[int, ...] = (7, 5)):  # type: ignore[no-untyped-def]
