@@ -8,6 +8,7 @@ from fsref.errors import ConfigError
 from fsref.refs import check_run
 from fsref.store.base import Store
 from fsref.store.filesystem import FilesystemStore
+from fsref.store.objectstorage import ObjectStorageStore
 from fsref.store.posix import PosixStore
 
 
@@ -32,7 +33,8 @@ def open_root(url: str, *, run: str, settings: StoreSection | None = None, creat
     path = posix_root(url)
     if path is not None:
         return PosixStore(path / run, create=create)
-    options: dict[str, object] = {}
-    if settings is not None and settings.endpoint:
-        options["endpoint_url"] = settings.endpoint
-    return FilesystemStore(f"{url.rstrip('/')}/{run}", **options)
+    whole = f"{url.rstrip('/')}/{run}"
+    if url.startswith("s3://"):
+        chosen = settings or StoreSection()
+        return ObjectStorageStore(whole, endpoint=chosen.endpoint, region=chosen.region)
+    return FilesystemStore(whole)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,34 @@ import pytest
 from fsref.errors import BadRef, ConfigError, ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
 from fsref.store import Deletion, Store, open_root
 from fsref.store.filesystem import FilesystemStore
+from fsref.store.objectstorage import ObjectStorageStore
 from fsref.store.posix import PosixStore
+from moto.server import ThreadedMotoServer
 
 
-@pytest.fixture(params=["posix", "fsspec-file", "fsspec-memory"])
+@pytest.fixture(scope="module")
+def bucket_endpoint() -> Iterator[str]:
+    """A moto server with a bucket, on a free loopback port."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "SENTINEL", "AWS_REGION": "us-east-1"}.items():
+            patch.setenv(name, value)
+        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
+        yield endpoint
+    server.stop()
+
+
+@pytest.fixture(params=["posix", "fsspec-file", "fsspec-memory", "obstore-s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "posix":
-        made: Store = PosixStore(tmp_path / "run", create=True)
+    if request.param == "obstore-s3":
+        endpoint = request.getfixturevalue("bucket_endpoint")
+        made: Store = ObjectStorageStore(f"s3://bucket/{uuid.uuid4().hex}/run", endpoint=endpoint, region="us-east-1")
+    elif request.param == "posix":
+        made = PosixStore(tmp_path / "run", create=True)
     elif request.param == "fsspec-file":
         made = FilesystemStore(f"file://{tmp_path}/run")
     else:
@@ -70,13 +92,10 @@ def test_a_missing_object_is_missing(store: Store) -> None:
 def test_each_removal_has_its_own_outcome(store: Store) -> None:
     store.put("obj/a/1", [b"1"])
     store.put("obj/a/2", [b"2"])
-    assert store.delete(["obj/a/1", "obj/a/9", "zzz/1"]) == {
-        "obj/a/1": Deletion.DONE,
-        "obj/a/9": Deletion.ABSENT,
-        "zzz/1": Deletion.ABSENT,
-    }
+    absent = Deletion.DONE if isinstance(store, ObjectStorageStore) else Deletion.ABSENT  # S3 does not tell
+    assert store.delete(["obj/a/1", "obj/a/9", "zzz/1"]) == {"obj/a/1": Deletion.DONE, "obj/a/9": absent, "zzz/1": absent}
     assert [e.name for e in store.list("obj")] == ["obj/a/2"]
-    assert store.delete(["obj/a/1"]) == {"obj/a/1": Deletion.ABSENT}
+    assert store.delete(["obj/a/1"]) == {"obj/a/1": absent}
 
 
 def test_a_listing_has_every_object_below_the_prefix_and_no_other(store: Store) -> None:
@@ -194,3 +213,21 @@ def test_open_root_says_what_is_wrong_with_a_root(tmp_path: Path) -> None:
         open_root(str(tmp_path), run="../r")
     with open_root(f"file://{tmp_path}", run="r", create=True) as store:
         assert store.posix_path == str(tmp_path / "r")
+
+
+def test_a_put_whose_reply_was_lost_is_a_success_and_another_object_is_not(bucket_endpoint: str) -> None:
+    with ObjectStorageStore("s3://bucket/lost/run", endpoint=bucket_endpoint, region="us-east-1") as store:
+        store.put("obj/a/1", [b"same"])
+        store.put("obj/a/1", [b"sa", b"me"])
+        with pytest.raises(ObjectExists):
+            store.put("obj/a/1", [b"diff"])
+
+
+def test_a_bucket_that_does_not_answer_is_unavailable_and_no_secret_is_shown(bucket_endpoint: str) -> None:
+    del bucket_endpoint  # only its credentials in the environment
+    store = ObjectStorageStore("s3://bucket/x/run", endpoint="http://127.0.0.1:9", region="us-east-1")
+    with pytest.raises(StoreError) as caught:
+        store.open("obj/a/1")
+    assert "SENTINEL" not in f"{caught.value} {caught.value!r} {store.url}"
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        ObjectStorageStore("s3://key:SENTINEL@bucket/x")
