@@ -4,7 +4,6 @@ Owns the order of these (ledger.md section 5: the object is durable under its fi
 before the reference leaves). Refuses policy: what is kept, when, and who removes it is the roles' business.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from fsref.objects import EncodedObject, encode
@@ -25,8 +24,8 @@ class Keeper(Protocol):
         """A number that was never given out before; thread-safe."""
         ...
 
-    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: Sequence[str]) -> None:
-        """Records that the object is published; thread-safe."""
+    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: int) -> None:
+        """Records that the object is published; bit n of ``fields``: it holds the schema's field n. Thread-safe."""
         ...
 
 
@@ -57,7 +56,11 @@ class Writer:
         object_id = f"{self._keeper.inc}/{seq}"
         self._store.put(object_name(object_id), encoded.buffers, durability=self._durability)
         self._keeper.keep(
-            seq, byte_count=encoded.byte_count, checksum=encoded.checksum, token_count=encoded.token_count, fields=encoded.fields
+            seq,
+            byte_count=encoded.byte_count,
+            checksum=encoded.checksum,
+            token_count=encoded.token_count,
+            fields=sum(1 << n for n, f in enumerate(self._schema.fields) if f.name in encoded.fields),
         )
         return reference(object_id, encoded, self._schema)
 

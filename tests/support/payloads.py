@@ -30,15 +30,15 @@ class Numbers:
     inc = INC
 
     def __init__(self) -> None:
-        self.kept: list[tuple[int, int, int, int, tuple[str, ...]]] = []
+        self.kept: list[tuple[int, int, int, int, int]] = []
         self._next = 0
 
     def next_seq(self) -> int:
         self._next += 1
         return self._next - 1
 
-    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: Sequence[str]) -> None:
-        self.kept.append((seq, byte_count, checksum, token_count, tuple(fields)))
+    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: int) -> None:
+        self.kept.append((seq, byte_count, checksum, token_count, fields))
 
 
 def schema(*, layers: int = 4, top_k: int = 2, experts: int = 16, layers_per_chunk: int = 0, codec: Codec | None = None) -> Schema:
