@@ -49,14 +49,15 @@ _WORDS: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of the tiny model; the defaults have 0.9 million parameters."""
+    """Sizes of the tiny model; the defaults have a million parameters."""
 
     vocab_count: int = 512
     hidden: int = 64
     layers: int = 4
     heads: int = 4
     key_value_heads: int = 2
-    head_dim: int = 16
+    head_dim: int = 32
+    """vLLM's CPU attention has no kernel for less."""
     experts: int = 16
     top_k: int = 4
     expert_hidden: int = 64
