@@ -4,7 +4,7 @@ Owns the eval sink for the orchestrator and for the standalone command. Refuses 
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
@@ -98,7 +98,7 @@ def tally_metrics(tallies: dict[str, Tally]) -> dict[str, float]:
     return out
 
 
-def report(tallies: dict[str, Tally]) -> Sequence[str]:
+def report(tallies: dict[str, Tally]) -> list[str]:
     """One line per source, for people."""
     lines = []
     for name, t in sorted(tallies.items()):

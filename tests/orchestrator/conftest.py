@@ -17,7 +17,7 @@ from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.groups import Source
 from fsref.orchestrator.samples import Sample
 from fsref.plan import Layout, encode_index, encode_missing
-from fsref.reaper import ConsumerHolder, EnvHolder
+from fsref.reaper import ConsumerHolder, EnvHolder, Verdict, audit
 from fsref.refs import PayloadRef, Schema, Segment, TokenRange, object_name, routed_experts, sampling_mask, token_hash, top_logprobs
 from fsref.store.posix import PosixStore
 
@@ -240,11 +240,13 @@ class World:
         return out
 
     def ends(self) -> "Counter[str]":
-        """How objects left the consumer; fails unless each left exactly once, after one take."""
+        """How objects left the consumer; fails unless each left exactly once, after one take, and the audit agrees."""
         story = self.story()
         for object_id, moves in story.items():
             assert len(moves) == 2, (object_id, moves)
             assert moves[0] == "take", (object_id, moves)
+        found = audit(self.store, self.ledger_dir, run=self.info.run)
+        assert found.verdict is Verdict.BALANCED, found.render()
         return Counter(moves[1] for moves in story.values())
 
     def present(self) -> set[str]:
@@ -254,8 +256,9 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, make: Maker) -> Iterator[World]:
+    tmp_path = tmp_path / "r-1"
     store = PosixStore(tmp_path, create=True)
-    info = create_run(store, "r-1", make.schema)
+    info = create_run(store, tmp_path.name, make.schema)
     env = EnvHolder(store, tmp_path / "ledger", run=info, label="math-0-0")
     holder = ConsumerHolder(store, tmp_path / "ledger", run=info)
     yield World(tmp_path, make, store, info, env, holder, Custody(holder))
