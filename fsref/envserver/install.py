@@ -22,9 +22,14 @@ from fsref.episodes.source import plugin_id
 ARRAYS: Final = ("routed_experts", "sampling_mask", "top_logprobs")
 """Fields of a node that never cross the wire, whoever put them there."""
 
+_CHATTY: Final = ("httpx", "aiohttp.access")
+"""Loggers that write a line for every model call."""
+
 
 def install(settings: Settings) -> None:
     """Use as ``log_setup=functools.partial(install, settings)``. Calling it again changes nothing but the settings."""
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     if not logging.getLogger().handlers:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
     table = section(parse(settings.config_json), settings.env)

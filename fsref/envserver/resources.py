@@ -1,7 +1,6 @@
 """What one worker process holds for its life: store, ledger holder, writer, capture, threads. Opened together, closed in order."""
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from fsref.envserver.generate import Adapter
 from fsref.errors import ConfigError
 from fsref.journal.run import RunInfo, read_run
 from fsref.reaper import EnvHolder
-from fsref.refs import Schema
 from fsref.store import Store, open_root
 from fsref.wire.modelconfig import ModelShape, read_model_shape
 from fsref.writer import Writer
@@ -43,25 +41,6 @@ def section(config: Config, name: str) -> EnvSection:
     raise ConfigError(f"the config has no [[env]] table named {name!r}; it has {[e.name for e in config.env]}")
 
 
-class _Receipts:
-    """The ledger's holder as a writer's keeper: journals name fields by a bit mask over the schema's order."""
-
-    def __init__(self, holder: EnvHolder, schema: Schema) -> None:
-        self._holder = holder
-        self._bits = {f.name: 1 << n for n, f in enumerate(schema.fields)}
-
-    @property
-    def inc(self) -> str:
-        return self._holder.inc
-
-    def next_seq(self) -> int:
-        return self._holder.next_seq()
-
-    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: Sequence[str]) -> None:
-        mask = sum(self._bits[name] for name in fields)
-        self._holder.keep(seq, byte_count=byte_count, checksum=checksum, token_count=token_count, fields=mask)
-
-
 class Resources:
     """Use ``open``; close it once."""
 
@@ -70,7 +49,7 @@ class Resources:
         self.writer = Writer(
             store,
             run.schema,
-            _Receipts(holder, run.schema),
+            holder,
             durability=config.store.durability,
             bytes_object_max=config.store.bytes_object_max,
         )

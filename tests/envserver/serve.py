@@ -1,0 +1,94 @@
+"""Runs one replica with faults that a test sets by files in a control folder. usage: serve.py CONFIG ENV REPLICA CONTROL"""
+
+import asyncio
+import functools
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsref.config import Config, load
+from fsref.envserver import install, resources, worker
+from fsref.envserver.main import serve
+from fsref.errors import FsrefError, StoreFull
+from fsref.store import Buffer, Deletion, Entry, ObjectFile, Store
+
+DEADLINE_S = 60.0
+
+
+class ControlledStore(Store):
+    """A store whose puts of objects can be held (``hold-put``) or refused (``fail-put``: how many succeed first)."""
+
+    def __init__(self, inner: Store, control: Path) -> None:
+        self.inner, self.control = inner, control
+        self.url, self.posix_path = inner.url, inner.posix_path
+        self.puts = 0
+
+    def put(self, name: str, buffers: Sequence[Buffer], *, durability: Any = "node") -> None:
+        if name.endswith(".zip"):
+            self.puts += 1
+            limit = self.control / "fail-put"
+            if limit.exists() and self.puts > int(limit.read_text()):
+                raise StoreFull(f"no space for {name}")
+            if (self.control / "hold-put").exists():
+                (self.control / "in-put").touch()
+                end = time.monotonic() + DEADLINE_S
+                while (self.control / "hold-put").exists() and time.monotonic() < end:
+                    time.sleep(0.005)
+        self.inner.put(name, buffers, durability=durability)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.inner.replace(name, data)
+
+    def open(self, name: str) -> ObjectFile:
+        return self.inner.open(name)
+
+    def delete(self, names: Sequence[str]) -> Any:
+        return self.inner.delete(names)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return self.inner.list(prefix)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def controlled(control: Path, settings: resources.Settings) -> None:
+    """The setup of every process: fsref's own, a controlled store, and a last delta that can be held (``hold-flush``)."""
+    install.install(settings)
+    opened = resources.open_store
+    if not isinstance(opened, functools.partial):
+        resources.open_store = functools.partial(_open, opened, control)
+        worker.KeepingServer._send = _held_send(control, worker.KeepingServer._send)
+
+
+def _open(inner: Any, control: Path, config: Config) -> Store:
+    return ControlledStore(inner(config), control)
+
+
+def _held_send(control: Path, inner: Any) -> Any:
+    async def send(self: Any, wrapped: Any, frames: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if bytes(frames[2]) == b"delta" and b"fsref" in bytes(frames[3]) and (control / "hold-flush").exists():
+            (control / "in-flush").touch()
+            while (control / "hold-flush").exists():
+                await asyncio.sleep(0.005)
+        return await inner(self, wrapped, frames, *args, **kwargs)
+
+    return send
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(process)d %(levelname)s %(name)s: %(message)s")
+    config, env, replica, control = sys.argv[1:]
+    try:
+        serve(load(config), env=env, replica=int(replica), setup=functools.partial(controlled, Path(control)))
+    except FsrefError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

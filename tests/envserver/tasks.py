@@ -1,0 +1,32 @@
+"""The demo taskset with one more knob: a conversation that breaks after its last turn."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+
+from fsref.envserver.demo_tasks import DemoConfig, DemoData, DemoHarness, DemoTask
+
+
+class BreakingData(DemoData):
+    fail: bool = False
+
+
+class BreakingTask(DemoTask, vf.Task[BreakingData]):
+    pass
+
+
+class BreakingTaskset(vf.Taskset[BreakingTask, DemoConfig]):
+    def load(self) -> Iterator[BreakingTask]:
+        yield BreakingTask(BreakingData(prompt="please write only vowels: hello"), self.config.task)
+
+
+class BreakingHarness(DemoHarness):
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> Any:
+        result = await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
+        if data.fail:
+            raise RuntimeError("broken on purpose")
+        return result
+
+
+__all__ = ["BreakingHarness", "BreakingTaskset"]
