@@ -4,10 +4,12 @@ Owns the order of these (ledger.md section 5: the object is durable under its fi
 before the reference leaves). Refuses policy: what is kept, when, and who removes it is the roles' business.
 """
 
+import itertools
+import os
 from typing import Protocol
 
 from fsref.objects import EncodedObject, encode
-from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, object_name
+from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, check_incarnation, object_name
 from fsref.store import Store
 from fsref.store.base import Durability
 
@@ -77,3 +79,23 @@ def reference(object_id: str, encoded: EncodedObject, schema: Schema) -> Payload
         missing=encoded.missing,
         stats=encoded.stats,
     )
+
+
+class Receipts:
+    """A keeper without a ledger, for a framework that removes objects by itself: numbers them, remembers nothing."""
+
+    def __init__(self, label: str) -> None:
+        self._inc = check_incarnation(f"env.{label}.{os.urandom(8).hex()}")
+        self._seq = itertools.count()
+
+    @property
+    def inc(self) -> str:
+        """A name that no other process has: ``env.<label>.<16 random hex digits>``."""
+        return self._inc
+
+    def next_seq(self) -> int:
+        """0, 1, 2, ...; thread-safe."""
+        return next(self._seq)
+
+    def keep(self, seq: int, *, byte_count: int, checksum: int, token_count: int, fields: int) -> None:
+        """Nothing to record."""
