@@ -73,7 +73,7 @@ class Journal:
     """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
 
     def __init__(self, ledger_dir: Path, inc: str, *, run_uuid: str) -> None:
-        """Creates the file exclusively, locks it, writes ``open``. Raises ``StoreError`` subclasses."""
+        """Creates the file under a private name, locks it, writes ``open``, then gives it its name. Raises ``StoreError`` subclasses."""
         self.inc = inc
         self.path = journal_path(ledger_dir, inc)
         self._lock = threading.Lock()
@@ -82,21 +82,26 @@ class Journal:
         self._size = 0
         self._synced = 0
         who = identity.this_process()
+        staging = self.path.with_name(f".{self.path.name}.tmp")
+        opened = records.Open(
+            now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
+        )
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self.path, flags, FILE_MODE)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._fd = os.open(staging, flags, FILE_MODE)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            _open_journals.add(self)
+            self.append(opened)
+            self.sync()
+            staging.rename(self.path)  # a journal that can be seen is locked and names its process
+            sync_folder(ledger_dir)
         except OSError as e:
             self._close_fd()
             raise as_store_error(e, f"cannot create the journal {self.path}") from e
-        _open_journals.add(self)
-        self.append(
-            records.Open(
-                now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
-            )
-        )
-        self.sync()
-        sync_folder(ledger_dir)
+        except JournalPoisoned as e:
+            self._close_fd()
+            staging.unlink(missing_ok=True)
+            raise StoreError(str(e)) from e
 
     @property
     def poisoned(self) -> bool:

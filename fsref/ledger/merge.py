@@ -193,6 +193,20 @@ class RunFold:
         """Producer to seq to the first drop of it (in order of journal names)."""
         return self._drops[0]
 
+    def released(self) -> dict[StepKey, str]:
+        """Batches of which something was dropped, with who did it: they cannot be trained again."""
+        out: dict[StepKey, str] = {}
+        for journal, fold in self.journals.items():
+            for drop in fold.step_drops:
+                for key in self.batches_before(journal, drop.lo, drop.hi, drop.offset):
+                    out[key] = f"the commit of steps {drop.lo}..{drop.hi} by {journal}"
+        for inc, seqs in self.batch_of.items():
+            drops = self.drops.get(inc, {})
+            for seq, key in seqs.items():
+                if key not in out and (drop_fact := drops.get(seq)) is not None:
+                    out[key] = f"{drop_fact.journal} ({drop_fact.reason})"
+        return out
+
     @property
     def double_drops(self) -> list[tuple[str, DropFact, DropFact]]:
         """(id, one drop, another drop): a correct run has none."""

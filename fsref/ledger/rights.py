@@ -207,23 +207,26 @@ class ConsumerRights:
 class StepRights:
     """Trainer rank 0: which steps it has, and which were released."""
 
-    def __init__(self, inc: str, *, strict: bool = False, released: Mapping[int, str] | None = None) -> None:
+    def __init__(self, inc: str, *, strict: bool = False, released: Mapping[tuple[int, int, int], str] | None = None) -> None:
         self.inc = inc
         self.taken: dict[int, tuple[int, int]] = {}
         """Step to (n, sum), until it is released."""
-        self.released: dict[int, str] = dict(released or {})
-        """Step to what released it."""
+        self.released: dict[int, str] = {}
+        """Steps that this incarnation released, to what released them."""
+        self._before: dict[tuple[int, int, int], str] = dict(released or {})
+        """Batches (step, n, sum) that were released before it; the number alone may return with another batch."""
         self._strict = strict
         self.suppressed = 0
 
-    def check(self, step: int) -> None:
-        """Raises ``StepReleased`` if the step's arrays were removed."""
-        if step in self.released:
-            raise StepReleased(f"the arrays of step {step} were removed by {self.released[step]}: resume from a later checkpoint")
+    def check(self, step: int, *, n: int, checksum: int) -> None:
+        """Raises ``StepReleased`` if the batch's arrays were removed."""
+        by = self.released.get(step) or self._before.get((step, n, checksum))
+        if by:
+            raise StepReleased(f"the arrays of step {step} were removed by {by}: resume from a checkpoint that covers it")
 
     def take(self, step: int, *, n: int, checksum: int) -> bool:
         """True if this is new; False for the same batch again. ``StepReleased`` after removal, ``StepError`` for another batch."""
-        self.check(step)
+        self.check(step, n=n, checksum=checksum)
         known = self.taken.get(step)
         if known is not None and known != (n, checksum):
             raise StepError(f"step {step} was taken with n, sum = {known}, now it has {(n, checksum)}: another batch under the same number")

@@ -1,10 +1,25 @@
 """Carrying out removals: the holders of rights, the background deleter, adoption and recovery, and the audit over files and store."""
 
 from fsref.ledger import Audit, Verdict
+from fsref.reaper.adopt import Adopted
 from fsref.reaper.audit import audit
 from fsref.reaper.consumer import ConsumerHolder
 from fsref.reaper.delete import Outcome, delete_objects
 from fsref.reaper.env import EnvHolder
+from fsref.reaper.recover import Recovery, close_run, recover
 from fsref.reaper.step import StepHolder
 
-__all__ = ["Audit", "ConsumerHolder", "EnvHolder", "Outcome", "StepHolder", "Verdict", "audit", "delete_objects"]
+__all__ = [
+    "Adopted",
+    "Audit",
+    "ConsumerHolder",
+    "EnvHolder",
+    "Outcome",
+    "Recovery",
+    "StepHolder",
+    "Verdict",
+    "audit",
+    "close_run",
+    "delete_objects",
+    "recover",
+]

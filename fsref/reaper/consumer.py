@@ -4,11 +4,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fsref.config import LedgerSection
+from fsref.errors import FsrefError, LedgerError, RunBusy
+from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms, parts_of
+from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
 from fsref.ledger.ids import pack_parts, sum_of
+from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
+from fsref.reaper.adopt import Adopted, fence_and_read
 from fsref.reaper.holder import Holder
 from fsref.store.base import Store
 
@@ -26,8 +31,29 @@ class ConsumerHolder(Holder):
 
     def _open(self) -> None:
         super()._open()
+        if self.role == "orc":
+            try:
+                self._check_alone()
+            except FsrefError:
+                self._closed = True
+                self._finish(deadline_s=0.0, counters={})
+                raise
+        self._adopted: dict[str, Adopted] = {}
         self._rights = ConsumerRights(self.inc, strict=self._section.strict)
         self._count = dict.fromkeys(("taken", "taken_bytes", "dropped", "shipped", "shipped_bytes"), 0)
+
+    def _check_alone(self) -> None:
+        """One orchestrator at a time, and none after a crash before the run was recovered."""
+        reader = LedgerReader(self._ledger_dir, run_uuid=self._run.run_uuid)
+        reader.refresh()
+        others = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("orc", "rec")}
+        hows = {inc: how_ended(self._ledger_dir, journal) for inc, journal in others.items()}
+        merged = reader.merge()
+        left = [inc for inc in others if not merged.adopted(inc)]
+        if alive := [inc for inc in left if hows[inc] is None]:
+            raise RunBusy(f"{', '.join(alive)} may be alive: one orchestrator at a time owns the run; stop it, or use another run id")
+        if dead := [inc for inc in left if hows[inc] != "closed"]:
+            raise LedgerError(f"{', '.join(dead)} died and left rights behind: run `fsref recover` on this run first")
 
     def take(self, request_id: str, sizes: Mapping[str, int]) -> list[str]:
         """The reply to ``request_id`` was received: takes the right to its objects, given as id to bytes.
@@ -65,6 +91,7 @@ class ConsumerHolder(Holder):
         """
         with self._lock:
             self._deleter.check()
+            self._deleter.fence()
             ids = self._rights.ship(step, sizes)
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
             self._journal.append(
@@ -74,6 +101,37 @@ class ConsumerHolder(Holder):
             self._count["shipped_bytes"] += byte_count
         self._journal.sync()
         return n, checksum
+
+    def adopt(self, inc: str, *, force: bool = False) -> Adopted:
+        """Takes over what an env incarnation left: call it once its replica was reaped (``write_dead``) or closed, after draining its
+        receive queue. Drops its orphans, redoes its removals, and refuses its later replies. Idempotent.
+
+        Blocks for one listing of ``obj/<inc>``. Raises ``LedgerError`` if it may be alive (unless ``force``), ``Fenced`` if another
+        incarnation adopted it, ``StoreError`` if the listing failed: nothing was decided then, call again.
+        """
+        with self._lock:
+            self._deleter.check()
+            if inc in self._adopted:
+                return self._adopted[inc]
+        remains = fence_and_read(self._store, self._ledger_dir, inc, by=self.inc, run_uuid=self._run.run_uuid, force=force)
+        fold = remains.journal.fold
+        dropped = fold.drops.get(inc, {})
+        with self._lock:
+            taken = self._rights.took(inc)
+            found = settle(fold, remains.view.present.get(inc, ()), dropped=dropped, spoken_for=taken)
+            self._rights.refuse(inc)
+            self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
+            orphans, unjournaled = [f"{inc}/{s}" for s in found.orphans], [f"{inc}/{s}" for s in found.unjournaled]
+            self._count["dropped"] += len(orphans) + len(unjournaled)
+            self._drop(orphans, "orphan")
+            self._drop(unjournaled, "unjournaled")
+            done = fold.done.get(inc, {})
+            redo = [f"{inc}/{s}" for s in dropped if s not in done]
+            self._deleter.put(redo, attempt=1)
+            staging = list(remains.view.staging)
+            self._adopted[inc] = Adopted(inc, remains.how, len(orphans), len(unjournaled), len(redo), len(found.lost), len(staging))
+        self._store.delete(staging)
+        return self._adopted[inc]
 
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""

@@ -123,7 +123,7 @@ class Deleter:
 
     def _remove(self, batch: list[tuple[str, int]], pool: ThreadPoolExecutor) -> None:
         self._journal.sync()  # W1
-        self._fence()
+        self.fence()
         attempts = dict(batch)
         result = delete_once(self._store, list(attempts), pool, threads=self._section.delete_threads)
         by_attempt: dict[int, list[str]] = {}
@@ -144,7 +144,8 @@ class Deleter:
             self._busy = 0
             self._wake.notify_all()
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
+        """One stat: raises ``Fenced`` if this incarnation was adopted."""
         inc = self._journal.inc
         if is_adopted(self._ledger_dir, inc):
             raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(self._ledger_dir, inc)}: this process must stop")

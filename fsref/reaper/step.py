@@ -5,10 +5,14 @@ The data ranks' leaders remove the objects of their rank file (``owned``) with `
 
 from collections.abc import Iterable, Mapping
 
-from fsref.errors import NotHolder
+from fsref.errors import FsrefError, NotHolder, RunBusy
+from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms
+from fsref.journal.markers import write_adopted
+from fsref.journal.read import LedgerReader
 from fsref.ledger import records
 from fsref.ledger.ids import pack
+from fsref.ledger.merge import StepKey
 from fsref.ledger.rights import StepRights
 from fsref.reaper.holder import Holder
 from fsref.steps import StepInfo
@@ -21,13 +25,41 @@ class StepHolder(Holder):
 
     def _open(self) -> None:
         super()._open()
-        self._rights = StepRights(self.inc, strict=self._section.strict)
+        try:
+            released = self._succeed()
+        except FsrefError:
+            self._closed = True
+            self._finish(deadline_s=0.0, counters={})
+            raise
+        self._rights = StepRights(self.inc, strict=self._section.strict, released=released)
         self._count = dict.fromkeys(("steps_taken", "steps_used", "steps_dropped", "steps_done", "missed"), 0)
 
-    def check_released(self, step: int) -> None:
+    def _succeed(self) -> dict[StepKey, str]:
+        """Adopts the trainers and recoveries before this one and redoes their removals. Returns which batches are released, and by whom.
+
+        Raises ``RunBusy`` if another trainer or a recovery may be alive.
+        """
+        reader = LedgerReader(self._ledger_dir, run_uuid=self._run.run_uuid)
+        reader.refresh()
+        before = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("trn", "rec")}
+        ends = {inc: journal.end for inc, journal in before.items()}
+        hows = {inc: how_ended(self._ledger_dir, journal) for inc, journal in before.items()}
+        merged = reader.merge()
+        left = [inc for inc in before if not merged.adopted(inc)]
+        if alive := [inc for inc in left if hows[inc] is None]:
+            raise RunBusy(f"{', '.join(alive)} may be alive: one trainer at a time; stop it, or have its launcher write its .dead marker")
+        for inc in left:
+            write_adopted(self._ledger_dir, inc, by=self.inc)
+            self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
+        mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))
+        redo = [f"{inc}/{seq}" for inc, seq in merged.pending() if merged.drops[inc][seq].journal in mine]
+        self._deleter.put(redo, attempt=1)
+        return merged.released()
+
+    def check_released(self, info: StepInfo) -> None:
         """Raises ``StepReleased`` if the arrays of a step were removed, by this process or one before it."""
         with self._lock:
-            self._rights.check(step)
+            self._rights.check(info.step, n=info.n, checksum=info.sum)
 
     def taken(self, info: StepInfo) -> None:
         """The step file was read and its counts checked: the step's right passes to this trainer. Idempotent for the same batch.
@@ -65,6 +97,7 @@ class StepHolder(Holder):
                 self._journal.append(records.Drop(now_ms(), "trained", steps=(a, b)))
             self._count["steps_dropped"] += sum(b - a + 1 for a, b in ranges)
         self._journal.sync()
+        self._deleter.fence()
         return sum(b - a + 1 for a, b in ranges)
 
     def done_steps(self, lo: int, hi: int, absent: Iterable[str] = (), *, attempt: int = 1) -> None:

@@ -1,0 +1,143 @@
+"""What an adopter does with the rest of a dead or closed incarnation: pure plans over the fold and a complete listing.
+
+Owns the decisions of ledger.md section 7 (adopt, recover). Refuses clocks and partial listings: the caller hands in a whole one.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from fsref.ledger.fold import JournalFold
+from fsref.ledger.ids import IDS_RECORD_MAX, SeqSet, pack_seqs
+from fsref.ledger.merge import RunFold, StepKey
+from fsref.ledger.predicates import StoreView
+from fsref.ledger.records import Adopt
+
+SEQ_AHEAD_MAX: Final = IDS_RECORD_MAX
+"""A listed number this far beyond every kept one was not minted by a worker that crashed: it is foreign."""
+_TEXT_MAX: Final = 15_000
+Numbers = Container[int] | SeqSet
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What is left of one producer."""
+
+    n: int
+    """Final count of sequence numbers."""
+    extra: tuple[int, ...] = ()
+    """Present without a keep."""
+    void: tuple[int, ...] = ()
+    """Never held an object."""
+    lost: tuple[int, ...] = ()
+    """Kept, absent, never dropped: named, never fixed in silence."""
+    orphans: tuple[int, ...] = ()
+    """Kept, present and nobody's: to drop."""
+    unjournaled: tuple[int, ...] = ()
+    """Extra and nobody's: to drop."""
+
+
+def settle(fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken_for: Numbers) -> Settlement:
+    """Decides about every number of a producer that has ended.
+
+    ``listed`` are the numbers that a complete listing showed, ``dropped`` those that someone dropped, ``spoken_for`` those whose right
+    somebody else holds (taken, or parked in a step).
+    """
+    ceiling = max(fold.kept, default=-1) + 1 + SEQ_AHEAD_MAX
+    present = {s for s in listed if s < ceiling}
+    extra = sorted(s for s in present if s not in fold.kept)
+    n = max(max(fold.kept, default=-1), max(extra, default=-1)) + 1
+    if fold.close is not None and fold.close.n is not None:
+        n = max(n, fold.close.n)
+    free = [s for s in fold.kept if s not in dropped and s not in spoken_for]
+    return Settlement(
+        n=n,
+        extra=tuple(extra),
+        void=tuple(s for s in range(n) if s not in fold.kept and s not in present),
+        lost=tuple(sorted(s for s in free if s not in present)),
+        orphans=tuple(sorted(s for s in free if s in present)),
+        unjournaled=tuple(s for s in extra if s not in dropped and s not in spoken_for),
+    )
+
+
+def adopt_records(h: str, *, how: str, end: int, settlement: Settlement | None, ms: int) -> list[Adopt]:
+    """The ``adopt`` record, split where its sets do not fit a line. ``settlement`` is None for a consumer, trainer or recovery."""
+    if settlement is None:
+        return [Adopt(ms, h, how, end)]
+    texts = {name: _split_text(getattr(settlement, name)) for name in ("extra", "void", "lost")}
+    count = max(1, *map(len, texts.values()))
+    return [
+        Adopt(
+            ms,
+            h,
+            how,
+            end,
+            settlement.n,
+            part=(k + 1, count) if count > 1 else None,
+            **{name: pieces[k] for name, pieces in texts.items() if k < len(pieces)},
+        )
+        for k in range(count)
+    ]
+
+
+def _split_text(seqs: tuple[int, ...]) -> list[str]:
+    """Packed ranges in pieces that fit three to a line."""
+    step = _TEXT_MAX // 11
+    if not seqs:
+        return []
+    text = pack_seqs(seqs)
+    if len(text) <= _TEXT_MAX and len(seqs) <= IDS_RECORD_MAX:
+        return [text]
+    return [pack_seqs(seqs[at : at + step]) for at in range(0, len(seqs), step)]
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """Everything that a recovery writes and removes."""
+
+    settlements: dict[str, Settlement] = field(default_factory=dict)
+    """Producers that are adopted now."""
+    redo: tuple[str, ...] = ()
+    """Dropped by someone, not known to be gone."""
+    recovered: tuple[str, ...] = ()
+    unjournaled: tuple[str, ...] = ()
+    parked: tuple[str, ...] = ()
+    """Left for a trainer that replays their step."""
+
+
+def plan_recovery(
+    run: RunFold, view: StoreView, *, resume_step: int | None, replay: bool, published: Container[StepKey], sealed: Container[str]
+) -> RecoveryPlan:
+    """Decides about every id of a stopped run.
+
+    ``resume_step`` c: steps up to c are behind the trainer's checkpoint; None is infinity, nothing is left. With ``replay``, steps
+    beyond c whose step file is ``published`` stay parked. Producers in ``sealed`` were settled by an earlier adoption.
+    """
+    parked = _parked(run, resume_step, published) if replay and resume_step is not None else {}
+    settlements: dict[str, Settlement] = {}
+    recovered: list[str] = []
+    unjournaled: list[str] = []
+    for inc in run.producers:
+        spoken_for = parked.get(inc, set())
+        dropped = run.drops.get(inc, {})
+        found = settle(run.journals[inc], view.present.get(inc, ()), dropped=dropped, spoken_for=spoken_for)
+        if inc not in sealed:
+            settlements[inc] = found
+        recovered += [f"{inc}/{s}" for s in found.orphans]
+        unjournaled += [f"{inc}/{s}" for s in found.unjournaled]
+    redo = tuple(f"{inc}/{seq}" for inc, seq in run.pending())
+    return RecoveryPlan(
+        settlements, redo, tuple(recovered), tuple(unjournaled), tuple(f"{inc}/{s}" for inc, seqs in parked.items() for s in sorted(seqs))
+    )
+
+
+def _parked(run: RunFold, resume_step: int | None, published: Container[StepKey]) -> Mapping[str, set[int]]:
+    out: dict[str, set[int]] = {}
+    for key, found in run.ships.items():
+        if resume_step is not None and key[0] > resume_step and key in published:
+            for inc, seqs in found[0][1].ids.items():
+                dropped = run.drops.get(inc, {})
+                left = {s for s in seqs if s not in dropped}
+                if left:
+                    out.setdefault(inc, set()).update(left)
+    return out

@@ -1,0 +1,66 @@
+"""Adoption by a live orchestrator: the rest of an env incarnation that died or closed (ledger.md section 7, adopt).
+
+Owns the order: proof of death, fence, journal, complete listing, record, drops. Refuses an incarnation that may be alive.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsref.errors import LedgerError
+from fsref.journal.death import How, how_ended
+from fsref.journal.markers import write_adopted
+from fsref.journal.read import LedgerReader, OpenJournal
+from fsref.ledger.predicates import StoreView
+from fsref.reaper.listing import list_objects
+from fsref.refs import check_incarnation
+from fsref.store.base import Store
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What was found of an incarnation behind its fence."""
+
+    journal: OpenJournal
+    how: How
+    view: StoreView
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What an adoption settled."""
+
+    inc: str
+    how: How
+    orphans: int
+    """Objects that were kept and nobody took, now dropped."""
+    unjournaled: int
+    """Objects without a keep, now dropped."""
+    redone: int
+    """Objects that it had dropped and not yet removed."""
+    lost: int
+    """Objects that are gone without a drop: the audit will say so."""
+    staging: int
+    """Staging files that were removed."""
+
+
+def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uuid: str, force: bool = False) -> Remains:
+    """Proves the end of an env incarnation, fences it, reads its journal and lists its objects completely.
+
+    Raises ``LedgerError`` if it may be alive, ``Fenced`` if another adopted it, ``JournalCorrupt``, ``StoreError`` if the listing is
+    not complete (then nothing is decided; call again).
+    """
+    check_incarnation(inc)
+    if not inc.startswith("env."):
+        raise LedgerError(f"{inc} is no env incarnation: only `fsref recover`, with the run stopped, adopts the others")
+    reader = LedgerReader(ledger_dir, run_uuid=run_uuid)
+    journal = reader.read_one(inc)
+    if journal is None or reader.problems:
+        raise LedgerError(f"{inc} cannot be adopted: {'; '.join(reader.problems) or f'it has no journal under {ledger_dir}'}")
+    how = how_ended(ledger_dir, journal, forced=(inc,) if force else ())
+    if how is None:
+        raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
+    write_adopted(ledger_dir, inc, by=by)
+    reader.read_one(inc)
+    if journal.problem:
+        raise LedgerError(f"{inc} cannot be adopted: {journal.problem}")
+    return Remains(journal, how, list_objects(store, f"obj/{inc}"))

@@ -1,0 +1,210 @@
+"""``fsref recover`` and ``fsref close``: settling a stopped run, offline (ledger.md section 7, recover).
+
+Owns the order: everyone dead, one recoverer, fold and complete listing, plan, fences, records, W1, deletions, ``done``, close. A crash
+anywhere is repaired by running it again: the dead ``rec`` incarnation is adopted like any other.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fsref.config import LedgerSection
+from fsref.errors import Fenced, JournalCorrupt, ObjectMissing, RunBusy
+from fsref.journal.death import How, how_ended
+from fsref.journal.file import Journal, make_folder, now_ms
+from fsref.journal.identity import mint
+from fsref.journal.markers import acquire_lock, read_adopted, release_lock, write_adopted
+from fsref.journal.read import LedgerReader
+from fsref.journal.run import RunInfo
+from fsref.ledger import records
+from fsref.ledger.merge import RunFold, StepKey
+from fsref.ledger.predicates import StoreView
+from fsref.ledger.recovery import RecoveryPlan, adopt_records, plan_recovery
+from fsref.ledger.report import Audit, Verdict
+from fsref.reaper.audit import audit
+from fsref.reaper.delete import delete_objects
+from fsref.reaper.deleter import write_done, write_drop
+from fsref.reaper.listing import list_objects
+from fsref.steps import read_info
+from fsref.store.base import Store
+
+DELETE_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a recovery did."""
+
+    inc: str
+    adopted: dict[str, How]
+    """Incarnation to how its end was proved."""
+    recovered: int
+    unjournaled: int
+    redone: int
+    parked: int
+    """Objects that stay for a trainer that replays their step."""
+    lost: int
+    staging: int
+    unexpected: tuple[str, ...]
+    """Foreign names under obj/; removed only where that was asked for."""
+    pending: tuple[str, ...]
+    """Ids whose removal failed: run it again."""
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """A stopped run as the recoverer sees it."""
+
+    run: RunFold
+    view: StoreView
+    ends: Mapping[str, int]
+    hows: Mapping[str, How]
+
+
+def recover(
+    store: Store,
+    ledger_dir: Path,
+    *,
+    run: RunInfo,
+    resume_step: int | None,
+    replay: Literal["drop", "keep"] = "drop",
+    force_dead: Collection[str] = (),
+    accept_corrupt: bool = False,
+    remove_unexpected: bool = False,
+    section: LedgerSection | None = None,
+    deadline_s: float = DELETE_DEADLINE_S,
+) -> Recovery:
+    """Settles everything that dead or closed incarnations left, with the whole run stopped.
+
+    ``resume_step`` is the last step that the trainer's checkpoint covers (-1: none); None is the end of the run: nothing is left.
+    ``replay="keep"`` parks later steps whose step file is there (trainer-only restarts); ``"drop"`` removes them. ``force_dead`` names
+    incarnations that an operator declares dead. Raises ``RunBusy`` naming the live ones, ``JournalCorrupt`` unless ``accept_corrupt``,
+    ``RunMismatch``, ``StoreError`` if the listing is not complete.
+    """
+    make_folder(ledger_dir)
+    with Journal(ledger_dir, mint("rec", "main"), run_uuid=run.run_uuid) as journal:
+        inc = journal.inc
+        try:
+            _lock(ledger_dir, inc, run)
+            scene = _look(store, ledger_dir, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
+        except BaseException:
+            journal.append(records.Close(now_ms()))
+            release_lock(ledger_dir, inc)
+            raise
+        published = {key for key in scene.run.ships if replay == "keep" and _published(store, key)}
+        sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
+        plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
+        _record(journal, ledger_dir, scene, plan)
+        pending = _remove(store, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
+        store.delete([*scene.view.staging, *(scene.view.foreign if remove_unexpected else ())])
+        final = resume_step is None and not pending
+        journal.append(_closing(scene, plan, final=final, remove_unexpected=remove_unexpected, force_dead=force_dead))
+        journal.sync()
+        release_lock(ledger_dir, inc)
+    return Recovery(
+        inc=inc,
+        adopted={h: scene.hows[h] for h in _to_adopt(scene)},
+        recovered=len(plan.recovered),
+        unjournaled=len(plan.unjournaled),
+        redone=len(plan.redo),
+        parked=len(plan.parked),
+        lost=sum(len(s.lost) for s in plan.settlements.values()),
+        staging=len(scene.view.staging),
+        unexpected=scene.view.foreign,
+        pending=pending,
+    )
+
+
+def close_run(
+    store: Store, ledger_dir: Path, *, run: RunInfo, force_dead: Collection[str] = (), section: LedgerSection | None = None
+) -> Audit:
+    """The end of a run: ``recover`` to infinity unless the run is PROVED as it stands, then the audit. Raises as ``recover``."""
+    found = audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
+    if found.verdict is Verdict.PROVED:
+        return found
+    recover(store, ledger_dir, run=run, resume_step=None, force_dead=force_dead, section=section)
+    return audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
+
+
+def _lock(ledger_dir: Path, inc: str, run: RunInfo) -> None:
+    owner = acquire_lock(ledger_dir, inc)
+    while owner is not None:
+        journal = LedgerReader(ledger_dir, run_uuid=run.run_uuid).read_one(owner)
+        if journal is not None and how_ended(ledger_dir, journal) is None:
+            raise RunBusy(f"the recovery {owner} may be alive: wait for it, or stop its process")
+        release_lock(ledger_dir, owner)
+        owner = acquire_lock(ledger_dir, inc)
+
+
+def _look(store: Store, ledger_dir: Path, inc: str, run: RunInfo, *, force_dead: Collection[str], accept_corrupt: bool) -> _Scene:
+    """Everyone's end proved, all journals read, a complete listing."""
+    reader = LedgerReader(ledger_dir, run_uuid=run.run_uuid)
+    ends = reader.refresh()
+    hows = {i: how_ended(ledger_dir, j, forced=force_dead) for i, j in reader.journals.items() if i != inc}
+    damaged = [j.problem for j in reader.journals.values() if j.problem] + reader.problems
+    merged = reader.merge(accept_corrupt=accept_corrupt)
+    alive = [i for i, how in hows.items() if how is None and not merged.adopted(i)]
+    if alive:
+        raise RunBusy(f"{len(alive)} incarnations may be alive: {', '.join(alive)}: stop the run first (or --force-dead one that is gone)")
+    if damaged and not accept_corrupt:
+        raise JournalCorrupt(f"the run cannot be recovered as it is (--accept-corrupt trusts the readable part): {'; '.join(damaged)}")
+    return _Scene(merged, list_objects(store), ends, {i: how for i, how in hows.items() if how is not None})
+
+
+def _to_adopt(scene: _Scene) -> list[str]:
+    return [h for h in scene.hows if h in scene.run.journals and not scene.run.adopted(h)]
+
+
+def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPlan) -> None:
+    """Fences, adoptions, decisions: durable together before anything is removed (W1)."""
+    adopted = _to_adopt(scene)
+    for h in adopted:
+        _fence(ledger_dir, h, by=journal.inc, heirs=adopted)
+        for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
+            journal.append(record)
+    if plan.recovered:
+        write_drop(journal, plan.recovered, "recovered")
+    if plan.unjournaled:
+        write_drop(journal, plan.unjournaled, "unjournaled")
+    journal.sync()
+
+
+def _fence(ledger_dir: Path, h: str, *, by: str, heirs: Collection[str]) -> None:
+    """An adopter that died between its marker and its record is adopted here too, so its claim on ``h`` comes with it."""
+    owner = read_adopted(ledger_dir, h)
+    if owner is None:
+        write_adopted(ledger_dir, h, by=by)
+    elif owner not in heirs and owner != by:
+        raise Fenced(f"{h} was adopted by {owner}, whose journal is not part of this run's recovery")
+
+
+def _remove(store: Store, journal: Journal, plan: RecoveryPlan, *, section: LedgerSection, deadline_s: float) -> tuple[str, ...]:
+    pending: list[str] = []
+    for ids, attempt in ((plan.redo, 2), (plan.recovered + plan.unjournaled, 1)):
+        for at in range(0, len(ids), section.batch_ids_max):
+            batch = ids[at : at + section.batch_ids_max]
+            outcome = delete_objects(store, batch, deadline_s=deadline_s, threads=section.delete_threads)
+            if outcome.done:
+                write_done(journal, outcome.done, absent=outcome.absent, attempt=attempt)
+            pending += outcome.failed
+    return tuple(pending)
+
+
+def _closing(scene: _Scene, plan: RecoveryPlan, *, final: bool, remove_unexpected: bool, force_dead: Collection[str]) -> records.Close:
+    counters = {
+        "final": int(final),
+        "incarnations": len(scene.run.journals),
+        "dropped": len(plan.recovered) + len(plan.unjournaled),
+        "remove_unexpected": int(remove_unexpected),
+        "force_dead": len(force_dead),
+    }
+    return records.Close(now_ms(), counters={name: n for name, n in counters.items() if n})
+
+
+def _published(store: Store, key: StepKey) -> bool:
+    try:
+        info = read_info(store, key[0])
+    except ObjectMissing:
+        return False
+    return (info.step, info.n, info.sum) == key
