@@ -6,6 +6,7 @@ from fsref.reaper.audit import audit
 from fsref.reaper.consumer import ConsumerHolder
 from fsref.reaper.delete import Outcome, delete_objects
 from fsref.reaper.env import EnvHolder
+from fsref.reaper.history import History, history
 from fsref.reaper.recover import Recovery, close_run, recover
 from fsref.reaper.step import StepHolder
 
@@ -14,6 +15,7 @@ __all__ = [
     "Audit",
     "ConsumerHolder",
     "EnvHolder",
+    "History",
     "Outcome",
     "Recovery",
     "StepHolder",
@@ -21,5 +23,6 @@ __all__ = [
     "audit",
     "close_run",
     "delete_objects",
+    "history",
     "recover",
 ]
