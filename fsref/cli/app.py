@@ -103,7 +103,10 @@ def close(
 @app.command(rich_help_panel=LOOKING)
 def recover(
     run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "",
-    resume_step: Annotated[int, typer.Option("--resume-step", help="Last step that a durable checkpoint covers.", show_default=False)] = -1,
+    resume_step: Annotated[
+        int | None,
+        typer.Option("--resume-step", help="Last step that a durable checkpoint covers.", show_default=False),
+    ] = None,
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Leave shipped steps above it for a trainer that replays them.")] = False,
     json: Json = False,
 ) -> None:

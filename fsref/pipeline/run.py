@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsref.config import Config
-from fsref.errors import FsrefError
+from fsref.errors import FsrefError, StoreError
 from fsref.pipeline import settle
 from fsref.pipeline.board import Board
 from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
@@ -58,7 +58,11 @@ class _Watcher:
 
     def reaped(self, role: RoleCommand, child: Child, code: int) -> None:
         del code  # a clean end wrote a close record; declare_dead leaves those alone
-        settle.declare_dead(self._config, role, child.reaped_pids)
+        try:
+            settle.declare_dead(self._config, role, child.reaped_pids)
+        except StoreError as e:
+            # the marker only spares others their own proof of the death; everything must still be stopped
+            self._board.say(f"{child.name}: its death could not be noted: {e}")
 
 
 def launch(plan: Plan, board: Board) -> int:
@@ -87,21 +91,24 @@ def launch(plan: Plan, board: Board) -> int:
         finally:
             supervisor.stop()
         board.refresh(follower)
-        verdict = _settle(config, board, failed=failure is not None or code != 0)
+        verdict = _settle(config, board, ended=failure is None and not code)
     if failure is not None:
         raise failure
     return code or verdict
 
 
-def _settle(config: Config, board: Board, *, failed: bool) -> int:
-    """The audit; after a failure it must not hide the failure."""
+def _settle(config: Config, board: Board, *, ended: bool) -> int:
+    """The audit's exit code; after a failure an audit that is not possible must not hide the failure."""
     try:
-        return settle.settle(config, board.say)
+        found = settle.settle(config, board.say, ended=ended)
     except FsrefError as e:
-        if not failed:
+        if ended:
             raise
         board.say(f"no audit: {e}")
         return 1
+    if found is not None and not ended:
+        board.say(f"to remove what is left and end the run: fsref close {config.run.run_dir}")
+    return found.exit_code if found is not None else 1
 
 
 def _prepare(plan: Plan, supervisor: Supervisor, board: Board) -> None:

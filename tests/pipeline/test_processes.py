@@ -87,8 +87,9 @@ def test_stop_kills_a_child_that_does_not_end_in_time(script: Script, tmp_path: 
 def test_leaving_the_block_by_an_error_stops_everything(script: Script, tmp_path: Path, until: Until) -> None:
     pids = tmp_path / "pids"
     then = "time.sleep(600)"
-    with pytest.raises(ZeroDivisionError), Family(grace_s=5) as family:
-        child = family.start(script(FORKING.format(then=then), str(tmp_path / "p"), str(pids)))
+    command = script(FORKING.format(then=then), str(tmp_path / "p"), str(pids))
+    with pytest.raises(ZeroDivisionError), Family(grace_s=5) as family:  # noqa: PT012  the error has to come from within the block
+        child = family.start(command)
         until(pids.exists)
         raise ZeroDivisionError
     assert not any(map(alive, [child.pid, *map(int, pids.read_text().split())]))
@@ -152,7 +153,7 @@ def test_a_command_that_cannot_be_started_names_role_and_file(tmp_path: Path) ->
         family.start(Command(name="inference", argv=(str(tmp_path / "no-such"),), log=tmp_path / "log"))
 
 
-def test_output_and_errors_go_to_the_log(script: Script, tmp_path: Path, until: Until) -> None:
+def test_output_and_errors_go_to_the_log(script: Script, until: Until) -> None:
     with Family(grace_s=5) as family:
         command = script("import sys; print('out', flush=True); print('err', file=sys.stderr)")
         command.log.parent.mkdir()

@@ -1,0 +1,36 @@
+"""What a run holds: its schema, steps, objects and journals."""
+
+from collections import Counter
+
+from fsref.inspection.find import Place
+from fsref.inspection.records import RunReport, StepLine, codec_of, kind_of
+from fsref.journal.run import read_run
+from fsref.steps import read_info
+from fsref.store import Store
+
+
+def run_report(place: Place) -> RunReport:
+    """The run as a whole. Raises ``RunMismatch`` if there is none, ``StoreError``."""
+    with place.open() as store:
+        info = read_run(store)
+        steps = [read_info(store, n) for n in published(store)]
+        objects = [e.byte_count for e in store.list("obj") if e.name.endswith(".zip")]
+        url = store.url
+    journals = [p.name for p in place.ledger_dir.glob("*.jnl")] if place.run_dir is not None else []
+    return RunReport(
+        run=info.run,
+        run_uuid=info.run_uuid,
+        url=url,
+        ms=info.ms,
+        fields={f.name: kind_of(f) for f in info.schema.fields},
+        codec=codec_of(info.schema),
+        steps=tuple(StepLine(i.step, i.samples, i.tokens, i.n, i.bytes, i.version, i.ms) for i in steps),
+        objects=len(objects),
+        bytes=sum(objects),
+        incarnations=dict(Counter(name.split(".", 1)[0] for name in journals)),
+    )
+
+
+def published(store: Store) -> list[int]:
+    """Numbers of the published steps, ascending."""
+    return sorted(int(e.name.split("/")[1].removeprefix("step_")) for e in store.list("steps") if e.name.endswith("/STEP.json"))
