@@ -203,6 +203,8 @@ class TrainerSection(Section, frozen=True, kw_only=True):
     """When a step's arrays are removed."""
     keep_last: Count = 2
     """Steps whose arrays stay, where ``commit = "keep_last"``."""
+    record_routes: bool = False
+    """Also write what the experts were given, to ``<run_dir>/routes``; to prove replay, not to train."""
     checkpoints_keep: Count = 2
     """Checkpoints that stay on disk."""
     weights_keep: Count = 3

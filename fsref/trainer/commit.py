@@ -116,9 +116,8 @@ class Committer:
         steps = sorted(s for s in self._owned if s <= hi)
         if not steps:
             return
-        if self._ledger is not None:
-            self._ledger.drop_steps(steps[0], steps[-1])
-        self._ranks.barrier()  # W1: the drop is durable before any rank removes
+        ledger = self._ledger  # W1: the drop is durable before any rank removes
+        self._ranks.together("recording the drop", lambda: ledger and ledger.drop_steps(steps[0], steps[-1]))
         sizes: dict[str, int] = {}
         for step in steps:
             sizes.update(self._owned.pop(step))
@@ -135,8 +134,8 @@ class Committer:
         failed = sum(p[3] for p in parts)
         for object_id, error in list(outcome.failed.items())[:3]:
             _log.warning("object %s of steps %d to %d is not removed yet: %s", object_id, share.lo, share.hi, error)
-        if self._ledger is not None and not failed:
-            self._ledger.done_steps(share.lo, share.hi, absent=absent)
+        ledger = self._ledger if not failed else None
+        self._ranks.together("recording the removal", lambda: ledger and ledger.done_steps(share.lo, share.hi, absent=absent))
         return Removed(sum(p[0] for p in parts), sum(p[1] for p in parts), len(absent), failed)
 
 

@@ -44,6 +44,7 @@ class StepFeed:
         self._changed = threading.Condition()
         self._stopping = False
         self._error: FsrefError | None = None
+        self._trouble = ""
         self._thread = threading.Thread(target=self._run_thread, name="fsref-step-feed", daemon=True)
         self._thread.start()
 
@@ -61,6 +62,12 @@ class StepFeed:
             if self._error is not None:
                 raise self._error
             return None
+
+    @property
+    def trouble(self) -> str:
+        """What the store said when it could not be asked for the wanted step; empty if it answered."""
+        with self._changed:
+            return self._trouble
 
     def release(self, step: int) -> None:
         """Forgets a step that was trained."""
@@ -103,10 +110,18 @@ class StepFeed:
             self._changed.wait_for(lambda: self._stopping or self._next > self._last or self._next <= self._current + self._ahead)
             return not self._stopping and self._next <= self._last
 
+    def _note(self, trouble: str) -> None:
+        with self._changed:
+            self._trouble = trouble
+
     def _look(self, step: int) -> Published | None:
         try:
             info = read_info(self._store, step)
-        except (ObjectMissing, StoreUnavailable):
+        except ObjectMissing:
+            self._note("")
+            return None
+        except StoreUnavailable as e:
+            self._note(str(e))
             return None
         if (info.run, info.run_uuid) != (self._run, self._run_uuid):
             raise StepError(

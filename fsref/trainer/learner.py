@@ -17,7 +17,7 @@ from fsref.tensors import DenseTensor, PackedMicroBatch
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
 from fsref.trainer.model import logits_at
 from fsref.trainer.ranks import Ranks
-from fsref.trainer.replay import RouterReplay
+from fsref.trainer.replay import RouterReplay, RoutesUsed
 from fsref.trainer.standin import ROUTING
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,18 +63,22 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         self._sums = StepSums()
 
-    def add(self, batch: PackedMicroBatch) -> None:
-        """Forward and backward of one micro batch; one without trained tokens changes nothing but the time."""
+    def add(self, batch: PackedMicroBatch) -> RoutesUsed | None:
+        """Forward and backward of one micro batch; one without trained tokens changes nothing but the time.
+
+        Returns what its experts were given, None where it has no routing.
+        """
         rows = trained_rows(batch)
         routing = batch.fields.get(ROUTING)
         if self._router is None or not isinstance(routing, DenseTensor):
             self._train(batch, rows)
-            return
-        compared = routing.valid & ~batch.padding
-        with self._router.block(routing.rows, replay=self._config.loss.replay, valid_T=compared) as used:
+            return None
+        compared, capture = routing.valid & ~batch.padding, self._config.record_routes
+        with self._router.block(routing.rows, replay=self._config.loss.replay, valid_T=compared, capture=capture) as used:
             self._train(batch, rows)
         self._sums.routing_rows += used.rows
         self._sums.routing_rows_different += used.rows_different
+        return used
 
     def update(self) -> Update:
         """Collective: averages the gradients, clips, steps. The next micro batch starts from zero gradients."""

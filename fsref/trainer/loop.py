@@ -25,6 +25,7 @@ from fsref.trainer.folders import prune
 from fsref.trainer.learner import Learner
 from fsref.trainer.loader import StepLoader
 from fsref.trainer.ranks import Ranks
+from fsref.trainer.routes import write_routes
 from fsref.trainer.standin import StandIns
 from fsref.trainer.stop import StopSignal
 
@@ -40,6 +41,8 @@ class Folders:
     weights: Path
     checkpoints: Path
     base: Path
+    routes: Path | None = None
+    """Where the experts' inputs are written, if they are."""
 
 
 @dataclass(kw_only=True)
@@ -97,10 +100,7 @@ class Trainer:
             except FsrefError as e:
                 error = e
             if published is None and error is None and time.monotonic() >= end:
-                limit = self.config.trainer.step_wait_s
-                error = StoreUnavailable(
-                    f"{step_name(step)} was not published within trainer.step_wait_s = {limit:g} s: see the orchestrator's log"
-                )
+                error = self._late(step)
             waiting, stopping, failed = self.ranks.maximum([published is None, self.stop.is_set(), error is not None])
             if error is not None:
                 raise error
@@ -114,6 +114,11 @@ class Trainer:
                 self._take_right(published)
                 return published
 
+    def _late(self, step: int) -> StoreUnavailable:
+        limit_s, trouble = self.config.trainer.step_wait_s, self.feed.trouble
+        why = f"the store said: {trouble}" if trouble else "see the orchestrator's log"
+        return StoreUnavailable(f"{step_name(step)} did not come within trainer.step_wait_s = {limit_s:g} s: {why}")
+
     def _take_right(self, published: Published) -> None:
         """Checks that all rank files together own what was shipped; then the step's right passes to rank 0."""
         info, owned = published.info, published.rank_file.owned
@@ -122,20 +127,20 @@ class Trainer:
         if found != (info.n, info.sum):
             raise StepError(f"{step_name(info.step)}: the rank files own {found[0]} objects, {info.n} were shipped, or other ones")
         ledger = self.ledger
-        self.ranks.together("taking the step", lambda: ledger.taken(info) if ledger is not None else None)
+        self.ranks.together("taking the step", lambda: ledger and ledger.taken(info))
 
     def _train_step(self, published: Published) -> dict[str, float]:
         step, rank_file = published.info.step, published.rank_file
         taken: Taken = self.loader.take(rank_file)
         agreement = agree(self.ranks, rank_file, taken)
-        if self.ledger is not None:
-            self.ledger.used(step, agreement.missed)
+        ledger = self.ledger
+        self.ranks.together("marking the step as used", lambda: ledger and ledger.used(step, agreement.missed))
         self.committer.fetched(rank_file)
         self.committer.after_fetch(step)
         payload = self.loader.metrics(step)
 
         start = time.perf_counter()
-        generated = self._forward_backward(taken, agreement)
+        generated = self._forward_backward(step, taken, agreement)
         update = self.learner.update()
         trained_s = time.perf_counter() - start
         self.version += 1
@@ -156,11 +161,13 @@ class Trainer:
             "time/weights": exported_s,
         }
 
-    def _forward_backward(self, taken: Taken, agreement: Agreement) -> int:
+    def _forward_backward(self, step: int, taken: Taken, agreement: Agreement) -> int:
         """Every micro batch, dropped ones as stand-ins; returns how many of those had to use made-up routing."""
         batches, generated = ready_batches(taken, agreement, self.stand_ins, device=self.ranks.device)
-        for batch in batches:
-            self.learner.add(batch)
+        for number, batch in enumerate(batches):
+            used = self.learner.add(batch)
+            if self.folders.routes is not None and used is not None:
+                write_routes(self.folders.routes, batch, used, step=step, rank=self.ranks.rank, micro_batch=number)
         return generated
 
     def _export(self) -> float:

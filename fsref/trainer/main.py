@@ -41,7 +41,8 @@ def main(config: Config, *, place: Place | None = None) -> None:
     torch.manual_seed(config.run.seed)
     run_dir = Path(config.run.run_dir) if config.run.run_dir else Path(config.run.root) / config.run.id
     base = Path(config.model.path) if config.model.path else run_dir / "model"
-    folders = Folders(run_dir / "weights", run_dir / "checkpoints", base)
+    routes = run_dir / "routes" if config.trainer.record_routes else None
+    folders = Folders(run_dir / "weights", run_dir / "checkpoints", base, routes)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         ranks = stack.enter_context(Ranks(config, place))

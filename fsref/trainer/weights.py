@@ -22,18 +22,19 @@ _NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 def export(model: nn.Module, *, version: int, parent: Path, base: Path) -> Path:
     """Writes version ``version`` and returns its folder; the model itself stays float32.
 
-    ``base`` is the initial model's folder, from which tokenizer and templates are copied. Raises ``StoreError`` subclasses.
+    ``base`` is the initial model's folder, whose config and tokenizer are copied, so that an engine that read it reads this too.
+    Raises ``StoreError`` subclasses.
     """
 
     def write(folder: Path) -> None:
         state = {name: t.detach().to("cpu", torch.bfloat16) for name, t in model.state_dict().items() if t.is_floating_point()}
         save_model(model, folder, state)
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        settings["dtype"] = "bfloat16"
-        (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
         for path in base.iterdir():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED) and not (folder / path.name).exists():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
+        settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        settings.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}, indent=2), encoding="utf-8")
 
     existing = published(parent).get(version)
     if existing is not None:  # trained again after a restart

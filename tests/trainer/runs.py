@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, VOCABULARY, save_tiny_model
-
 from fsref.config import Config, ParallelSection, RunSection, StoreSection, TrainerSection
 from fsref.errors import FsrefError
 from fsref.journal import create_run
@@ -21,6 +19,8 @@ from fsref.refs import Dense, Payload, Ragged, Schema, object_name, routed_exper
 from fsref.steps import MicroBatch, RankFile, SampleSequence, StepInfo, digest, encode_rank_files, publish, sum_of
 from fsref.store import open_root
 from fsref.writer import Writer
+
+from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, VOCABULARY, save_tiny_model
 
 RUN = "r-test"
 SCHEMA = Schema((routed_experts(layer_ids=MOE_LAYERS, top_k=TOP_K, expert_count=EXPERTS), top_logprobs(), sampling_mask()))
@@ -110,9 +110,7 @@ class SmallRun:
                 for m in range(micro_batches)
             ]
             owned = tuple(i for p in packs for s in p.sequences if s.ref for i in s.ref.object_ids)
-            ranks.append(
-                RankFile(v=1, run=RUN, step=step, data_rank=data_rank, schema=SCHEMA, micro_batches=tuple(packs), owned=owned)
-            )
+            ranks.append(RankFile(v=1, run=RUN, step=step, data_rank=data_rank, schema=SCHEMA, micro_batches=tuple(packs), owned=owned))
         self.publish(step, ranks)
 
     def publish(self, step: int, ranks: Sequence[RankFile]) -> None:

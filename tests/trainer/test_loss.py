@@ -11,6 +11,7 @@ from fsref.errors import PayloadError
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
 from torch import Tensor
+
 from tests.trainer.builders import VOCABULARY, packed, ragged, random_sequences
 
 WIDE = LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=0.0)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
-
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
 from fsref.refs import object_name
 from fsref.trainer.main import main
 from fsref.trainer.ranks import Place
+
+from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
 
 ALONE = Place()
 

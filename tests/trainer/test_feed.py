@@ -1,0 +1,86 @@
+"""Step files are found as they appear, never past the allowed lead, and handed out with their fetch begun."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fsref.errors import MissingArrays, StepError
+from fsref.steps import MicroBatch, RankFile
+from fsref.trainer.feed import StepFeed
+
+from tests.trainer.runs import DEADLINE_S, RUN, SmallRun
+
+
+class Started:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def prefetch(self, rank: RankFile) -> None:
+        self.steps.append(rank.step)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path)
+    yield run
+    run.close()
+
+
+def feed(run: SmallRun, started: Started, *, last: int = 9, ahead: int = 1, uuid: str = "") -> StepFeed:
+    return StepFeed(run.store, started, run=RUN, run_uuid=uuid or run.info.run_uuid, data_rank=0, first=0, last=last, ahead=ahead)
+
+
+def test_a_step_is_handed_out_after_its_fetch_began(small: SmallRun) -> None:
+    started = Started()
+    with feed(small, started) as steps:
+        assert steps.wait(0, timeout_s=0.01) is None
+        small.publish_step(0)
+        found = steps.wait(0, timeout_s=DEADLINE_S)
+    assert found is not None
+    assert found.rank_file.step == 0
+    assert started.steps == [0]
+
+
+def test_later_steps_are_fetched_ahead_but_not_further_than_allowed(small: SmallRun) -> None:
+    for step in range(4):
+        small.publish_step(step)
+    started = Started()
+    with feed(small, started, ahead=1) as steps:
+        steps.wait(0, timeout_s=DEADLINE_S)
+        wait_until(lambda: started.steps == [0, 1])
+        steps.wait(2, timeout_s=DEADLINE_S)
+        wait_until(lambda: started.steps == [0, 1, 2, 3])
+
+
+def test_nothing_is_sought_past_the_last_step(small: SmallRun) -> None:
+    for step in range(3):
+        small.publish_step(step)
+    started = Started()
+    with feed(small, started, last=1, ahead=5) as steps:
+        steps.wait(1, timeout_s=DEADLINE_S)
+        steps._thread.join(DEADLINE_S)
+        assert started.steps == [0, 1]
+
+
+def test_a_step_of_another_run_is_an_error_for_whoever_waits(small: SmallRun) -> None:
+    small.publish_step(0)
+    with feed(small, Started(), uuid="0" * 32) as steps, pytest.raises(StepError, match="used before"):
+        steps.wait(0, timeout_s=DEADLINE_S)
+
+
+def test_a_trained_sample_without_arrays_is_named(small: SmallRun) -> None:
+    bare = msgspec.structs.replace(small.sample(0, "trace-7/1"), ref=None)
+    small.publish(
+        0, [RankFile(v=1, run=RUN, step=0, data_rank=0, schema=small.info.schema, micro_batches=(MicroBatch((bare,)),), owned=())]
+    )
+    with feed(small, Started()) as steps, pytest.raises(MissingArrays, match="trace-7/1 trains but has no arrays"):
+        steps.wait(0, timeout_s=DEADLINE_S)
+
+
+def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

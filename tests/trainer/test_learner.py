@@ -1,0 +1,98 @@
+"""Gradients and updates of one rank against plain autograd."""
+
+import pytest
+import torch
+from fsref.config import Config, LossSection, ParallelSection, TrainerSection
+from fsref.tensors import PackedMicroBatch
+from fsref.trainer.learner import Learner
+from fsref.trainer.loss import micro_batch_loss, trained_rows
+from fsref.trainer.model import logits_at
+from fsref.trainer.ranks import Place, Ranks
+from fsref.trainer.replay import RouterReplay
+
+from tests.trainer.builders import dense, packed, random_routes, random_sequences, tiny_model
+from tests.trainer.runs import SCHEMA
+
+LOSS = LossSection(ratio_low=0.0, ratio_high=1e9)
+
+
+def settings(**changes: object) -> TrainerSection:
+    return TrainerSection(**{"parallel": ParallelSection(data=1), "loss": LOSS, "grad_norm_max": 1e9, **changes})  # type: ignore[arg-type]
+
+
+def alone(config: TrainerSection) -> Ranks:
+    return Ranks(Config(trainer=config), Place())
+
+
+def batch(seed: int, length: int = 8, trained: int = 5) -> PackedMicroBatch:
+    sequences = random_sequences((length,), seed=seed)
+    marks = [[0] * (length - trained) + [1] * trained]
+    fields = {"routed_experts": dense(random_routes(length, seed=seed))}
+    advantages = torch.linspace(-1, 1, length)
+    return packed(sequences, trained=marks, logprobs=[-2.0] * length, advantages=advantages, fields=dict(fields))
+
+
+def test_an_update_uses_the_mean_over_all_trained_tokens_of_all_micro_batches() -> None:
+    config = settings()
+    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    parts = [batch(1, trained=5), batch(2, trained=2)]
+    for part in parts:
+        learner.add(part)
+    reference = tiny_model()
+    for part in parts:
+        with RouterReplay(reference).block(part.fields["routed_experts"].rows, replay=True):  # type: ignore[union-attr]
+            logits = logits_at(reference, part, trained_rows(part), dtype=torch.float32)
+            (micro_batch_loss(logits, part, trained_rows(part), config=LOSS).loss / 7).backward()  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]))
+    optimizer.step()
+    update = learner.update()
+    assert update.sums["tokens"] == 7
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    for (name, mine), theirs in zip(learner.model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_long_gradient_is_cut_to_the_limit() -> None:
+    config = settings(grad_norm_max=0.01)
+    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    seen: list[float] = []
+    learner.optimizer.register_step_pre_hook(
+        lambda opt, *_: seen.append(float(torch.stack([p.grad.norm() for g in opt.param_groups for p in g["params"]]).norm()))
+    )
+    learner.add(batch(1))
+    assert learner.update().grad_norm > 0.01
+    assert seen == [pytest.approx(0.01, rel=1e-3)]
+
+
+def test_gradients_start_from_zero_after_an_update() -> None:
+    config = settings()
+    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner.add(batch(1))
+    learner.update()
+    assert not any(p.grad is None or p.grad.any() for p in learner.model.parameters())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_without_a_usable_gradient_leaves_the_parameters_alone(broken: bool) -> None:
+    config = settings()
+    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    if broken:
+        learner.add(batch(1))
+        next(learner.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    else:
+        learner.add(batch(1, trained=0))
+    update = learner.update()
+    assert update.skipped
+    assert all(torch.equal(p, b) for p, b in zip(learner.model.parameters(), before, strict=True))
+
+
+def test_rows_that_route_differently_are_summed_over_micro_batches() -> None:
+    config = settings(loss=LossSection(replay=False))
+    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    for seed in (1, 2):
+        learner.add(batch(seed))
+    update = learner.update()
+    assert update.routing_rows == 32
+    assert 0 < update.routing_rows_different <= 32
