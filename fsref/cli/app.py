@@ -33,6 +33,13 @@ RunName = Annotated[
     typer.Option("--run", help="Run folder, URL or id; else run.json in this folder, else the newest under ./runs.", show_default=False),
 ]
 
+RunArgument = Annotated[
+    str, typer.Argument(help="Run folder, URL or id; else run.json in this folder, else the newest under ./runs.", show_default=False)
+]
+ForceDead = Annotated[
+    list[str] | None, typer.Option("--force-dead", help="An incarnation that you know to be dead; may be repeated.", show_default=False)
+]
+
 
 def main() -> None:
     """The console script: runs a command and ends the process with its exit code; known errors become one line on stderr."""
@@ -86,32 +93,33 @@ def inspect(
 
 
 @app.command(rich_help_panel=LOOKING)
-def audit(run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "", json: Json = False) -> None:
+def audit(run: RunArgument = "", json: Json = False) -> None:
     """Prove from the ledger and the store that every object was removed exactly once, or say what is missing."""
     raise typer.Exit(body("fsref.cli.ledger", "audit_main")(run, json=json))
 
 
 @app.command(rich_help_panel=LOOKING)
-def close(
-    run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "",
-    json: Json = False,
-) -> None:
+def close(run: RunArgument = "", force_dead: ForceDead = None, json: Json = False) -> None:
     """End a stopped run for good: remove every object that is left, then audit."""
-    raise typer.Exit(body("fsref.cli.ledger", "close_main")(run, json=json))
+    raise typer.Exit(body("fsref.cli.ledger", "close_main")(run, force_dead=force_dead or (), json=json))
 
 
 @app.command(rich_help_panel=LOOKING)
 def recover(
-    run: Annotated[str, typer.Argument(help="As --run of inspect.", show_default=False)] = "",
-    resume_step: Annotated[
-        int | None,
-        typer.Option("--resume-step", help="Last step that a durable checkpoint covers.", show_default=False),
-    ] = None,
+    run: RunArgument = "",
+    *,
+    resume_step: Annotated[int, typer.Option("--resume-step", help="Last step that a durable checkpoint covers; -1: none.", min=-1)] = -1,
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Leave shipped steps above it for a trainer that replays them.")] = False,
+    force_dead: ForceDead = None,
+    accept_corrupt: Annotated[bool, typer.Option("--accept-corrupt", help="Count damaged journals up to their damage.")] = False,
     json: Json = False,
 ) -> None:
     """Settle a run whose processes died, so that it can go on: adopt what they held and remove what nobody needs."""
-    raise typer.Exit(body("fsref.cli.ledger", "recover_main")(run, resume_step=resume_step, keep_steps=keep_steps, json=json))
+    settled = body("fsref.cli.ledger", "recover_main")
+    code = settled(
+        run, resume_step=resume_step, keep_steps=keep_steps, force_dead=force_dead or (), accept_corrupt=accept_corrupt, json=json
+    )
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel=LOOKING)

@@ -21,7 +21,7 @@ def report(*, argv: Sequence[str]) -> Iterator[None]:
         yield
     except FsrefError as e:
         _log.debug("fsref %s failed", " ".join(argv), exc_info=e)
-        print(f"error: {one_line(e)}", file=sys.stderr, flush=True)  # noqa: T201  the command's answer
+        tell(e)
         raise SystemExit(exit_code(e)) from None
     except BrokenPipeError:
         # the reader of our output (head, less) has gone; silence the interpreter's own flush at exit as well
@@ -29,6 +29,12 @@ def report(*, argv: Sequence[str]) -> Iterator[None]:
         raise SystemExit(BROKEN_PIPE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def tell(error: FsrefError) -> None:
+    """Prints ``error: ...`` on stderr."""
+    sys.stderr.write(f"error: {one_line(error)}\n")
+    sys.stderr.flush()
 
 
 def exit_code(error: FsrefError) -> int:

@@ -16,13 +16,11 @@ from fsref.journal.markers import write_dead
 from fsref.journal.run import create_run, read_run
 from fsref.ledger.records import LINE_BYTES_MAX, Close, Open, decode_line, line_ok
 from fsref.pipeline.layout import Part, RoleCommand
-from fsref.reaper import Audit, audit, close_run
+from fsref.reaper import Audit, Verdict, audit, close_run
 from fsref.store import open_root
 
 create = create_run
 
-OPEN: Final = 10
-"""Exit code of the verdict BALANCED."""
 LABELS: Final = {
     Part.ENV: r"env\.{label}-[0-9]+\.[0-9a-f]{{16}}",
     Part.ORCHESTRATOR: r"orc\.[a-z0-9-]+\.[0-9a-f]{{16}}",
@@ -86,8 +84,8 @@ def settle(config: Config, say: Callable[[str], None], *, ended: bool) -> Audit 
             info = read_run(store)
         except RunMismatch:
             return None  # it failed before run.json was made
-        found = audit(store, ledger_dir(config), run=config.run.id)
-        if ended and found.exit_code == OPEN:
+        found = audit(store, ledger_dir(config), run=info.run, run_uuid=info.run_uuid)
+        if ended and found.verdict is Verdict.BALANCED:
             say("removing what dead processes left")
             found = close_run(store, ledger_dir(config), run=info)
     for line in found.render():
