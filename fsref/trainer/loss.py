@@ -47,6 +47,7 @@ SUMS: Final = (
     "tokens",
     "tokens_masked",
     "tokens_unscored",
+    "tokens_missing",
     "loss",
     "loss_policy",
     "loss_center",
@@ -130,6 +131,7 @@ def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor,
         "tokens": torch.ones_like(logp_N),
         "tokens_masked": ~keep_N,
         "tokens_unscored": ~scored_N,
+        "tokens_missing": _missing(batch, rows_N),
         "loss": policy_N + center_N,
         "loss_policy": policy_N,
         "loss_center": center_N,
@@ -143,6 +145,15 @@ def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor,
         "head_outside_kept_set": head.outside,
     }
     return MicroBatchLoss(loss, torch.stack([sums[name].detach().double().sum() for name in SUMS]))
+
+
+def _missing(batch: PackedMicroBatch, rows_N: Tensor) -> Tensor:
+    """bool [N]: a row of some field that this token's loss rests on is a filler: its own, or for dense fields the one of the token fed
+    before it."""
+    out_N = torch.zeros_like(rows_N, dtype=torch.bool)
+    for data in batch.fields.values():
+        out_N |= ~data.valid[rows_N if isinstance(data, RaggedTensor) else rows_N - 1]
+    return out_N
 
 
 def _gather(z_NV: Tensor, ids_N: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def loss_metrics(update: Update) -> dict[str, float]:
         "loss/tokens": tokens,
         "loss/masked_share": share(s["tokens_masked"], tokens),
         "loss/unscored_tokens": s["tokens_unscored"],
+        "loss/missing_tokens": s["tokens_missing"],
         "mismatch_kl/mean": share(s["mismatch_kl"], tokens - s["tokens_unscored"]),
         "entropy/mean": share(s["entropy"], tokens),
         "sampling_mask/share": share(s["tokens_kept_set"], tokens),

@@ -74,6 +74,8 @@ class SmallRun:
     seed: int = 0
     objects: dict[int, list[list[str]]] = field(default_factory=dict)
     """Step to the owned ids of each data rank."""
+    routes: dict[str, np.ndarray] = field(default_factory=dict)
+    """Sample to the rows that went into its object."""
 
     def __post_init__(self) -> None:
         self.store = open_root(str(self.folder), run=RUN, create=True)
@@ -89,7 +91,11 @@ class SmallRun:
     def sample(self, step: int, name: str) -> SampleSequence:
         count, sampled_from = int(self.rng.integers(6, 14)), 3
         tokens = self.rng.integers(0, VOCABULARY, count).astype(np.int32)
-        ref = self.writer.put(payload(tokens, sampled_from, self.rng))
+        arrays = payload(tokens, sampled_from, self.rng)
+        routing = arrays.fields["routed_experts"]
+        assert isinstance(routing, Dense)
+        self.routes[name] = routing.rows
+        ref = self.writer.put(arrays)
         mask = (np.arange(count) >= sampled_from).astype(np.uint8)
         return SampleSequence(
             sample=name,

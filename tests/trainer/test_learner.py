@@ -9,6 +9,7 @@ from fsref.trainer.loss import micro_batch_loss, trained_rows
 from fsref.trainer.model import logits_at
 from fsref.trainer.ranks import Place, Ranks
 from fsref.trainer.replay import RouterReplay
+from fsref.trainer.standin import StandIns
 
 from tests.trainer.builders import dense, packed, random_routes, random_sequences, tiny_model
 from tests.trainer.runs import SCHEMA
@@ -86,6 +87,19 @@ def test_a_step_without_a_usable_gradient_leaves_the_parameters_alone(broken: bo
     update = learner.update()
     assert update.skipped
     assert all(torch.equal(p, b) for p, b in zip(learner.model.parameters(), before, strict=True))
+
+
+def test_a_stand_in_changes_no_bit_of_the_update() -> None:
+    config = settings()
+    learners = [Learner(tiny_model(), alone(config), SCHEMA, config) for _ in range(2)]
+    stand_ins = StandIns(SCHEMA.field("routed_experts"))
+    for learner in learners:
+        learner.add(batch(1))
+    learners[1].add(stand_ins.build(batch(2)).batch)
+    updates = [learner.update() for learner in learners]
+    assert updates[0] == updates[1]
+    for first, second in zip(learners[0].model.parameters(), learners[1].model.parameters(), strict=True):
+        assert torch.equal(first, second)
 
 
 def test_rows_that_route_differently_are_summed_over_micro_batches() -> None:

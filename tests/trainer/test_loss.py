@@ -8,11 +8,11 @@ import pytest
 import torch
 from fsref.config import LossSection
 from fsref.errors import PayloadError
-from fsref.tensors import PackedMicroBatch
+from fsref.tensors import PackedMicroBatch, RaggedTensor
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
 from torch import Tensor
 
-from tests.trainer.builders import VOCABULARY, packed, ragged, random_sequences
+from tests.trainer.builders import VOCABULARY, dense, packed, ragged, random_sequences
 
 WIDE = LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=0.0)
 HEAD_COLUMNS = ("ids", "logprobs")
@@ -271,6 +271,15 @@ def test_entropy_is_taken_over_the_kept_set(mask: list[int]) -> None:
     ids = mask or list(range(VOCABULARY))
     p = torch.softmax(logits[0].detach().double()[ids], dim=0)
     assert sums_of(one_token(mask), logits, WIDE)["entropy"] == pytest.approx(float(-(p * p.log()).sum()), rel=1e-5)
+
+
+def test_trained_tokens_that_rest_on_filler_rows_are_counted() -> None:
+    """Token 2 is routed by the row of token 1, which fed its distribution; token 3 by a real one, but its kept set is missing."""
+    routing = dense(torch.zeros(4, 2, 2, dtype=torch.int32), [True, False, True, False])
+    mask = ragged([[], [5], [6], []])
+    mask = RaggedTensor(mask.counts, mask.columns, torch.tensor([True, True, True, False]))
+    batch = packed([[4, 5, 6, 7]], trained=[[0, 1, 1, 1]], fields={"routed_experts": routing, "sampling_mask": mask})
+    assert sums_of(batch, random_logits(3), WIDE)["tokens_missing"] == 2
 
 
 def test_a_batch_without_fields_or_trained_tokens_has_no_loss() -> None:

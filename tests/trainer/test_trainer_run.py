@@ -5,7 +5,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from fsref.config import LossSection
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
 from fsref.refs import object_name
 from fsref.trainer.main import main
@@ -44,9 +46,33 @@ def test_one_rank_trains_every_step_and_leaves_nothing_behind(small: SmallRun) -
     assert small.verdict() == "PROVED"
 
 
-def test_without_replay_rows_route_differently_and_are_counted(small: SmallRun) -> None:
-    from fsref.config import LossSection
+def recorded_routes(run: SmallRun) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per sequence: the experts that the model's dispatch was given, and the rows that went into the sample's object."""
+    out = []
+    for path in sorted((run.run_dir / "routes").rglob("*.npz")):
+        with np.load(path) as file:
+            experts, ends, samples = file["experts"], file["cu_seqlens"], file["samples"].tolist()
+        out += [(experts[ends[n] : ends[n + 1]], run.routes[name]) for n, name in enumerate(samples)]
+    return out
 
+
+def test_the_experts_are_given_the_rows_that_went_into_the_objects(small: SmallRun) -> None:
+    for step in range(2):
+        small.publish_step(step)
+    main(small.config(steps=2, record_routes=True), place=ALONE)
+    pairs = recorded_routes(small)
+    assert len(pairs) == 8
+    assert all(np.array_equal(used, given) for used, given in pairs)
+    assert not any(np.array_equal(used, np.roll(given, 1, axis=0)) for used, given in pairs)
+
+
+def test_without_replay_the_experts_are_not_given_them(small: SmallRun) -> None:
+    small.publish_step(0)
+    main(small.config(steps=1, record_routes=True, loss=LossSection(replay=False)), place=ALONE)
+    assert not any(np.array_equal(used, given) for used, given in recorded_routes(small))
+
+
+def test_without_replay_rows_route_differently_and_are_counted(small: SmallRun) -> None:
     small.publish_step(0)
     main(small.config(steps=1, loss=LossSection(replay=False)), place=ALONE)
     assert small.metrics()[0]["routing/rows_different_share"] > 0.5
