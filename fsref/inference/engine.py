@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import FsrefError, MissingExtra
-from fsref.inference.network import Architecture, Cache, Weights, forward
+from fsref.inference.network import Architecture, Cache, Group, Weights, forward
 from fsref.inference.sampling import Drawn, Sampling, draw, heads_sampled_first
 from fsref.refs import Ragged, expert_dtype
 
@@ -142,6 +142,17 @@ def _ragged_ids(rows: Sequence[NDArray[Any]]) -> Ragged:
     return Ragged(np.asarray([len(r) for r in rows], dtype=np.int32), {"ids": np.concatenate(rows).astype(np.int32)})
 
 
+def _group(first: int, lengths: Sequence[int], inputs: Sequence[Sequence[int]]) -> Group:
+    """Inputs of sequences in the slots from ``first`` on, padded at the end to equal width."""
+    width = max(map(len, inputs))
+    return Group(
+        slots=slice(first, first + len(inputs)),
+        token_ids=torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in inputs]),
+        starts=torch.tensor(lengths),
+        lasts=torch.tensor([len(ids) - 1 for ids in inputs]),
+    )
+
+
 class _Reload(NamedTuple):
     weights: Weights
     version: str
@@ -215,8 +226,7 @@ class Engine:
             while not self._closed.is_set():
                 self._receive(block=not self._running and not self._waiting)
                 self._drop_cancelled()
-                self._prefill()
-                self._decode()
+                self._step()
         except BaseException as e:
             error = EngineStopped(f"the engine died: {type(e).__name__}: {e}")
             raise  # to threading.excepthook, which prints it: nobody else sees the traceback
@@ -267,7 +277,8 @@ class Engine:
             self._cache.move(len(self._running), row, last.length)
             self._running[row] = last
 
-    def _prefill(self) -> None:
+    def _admit(self) -> list[_Sequence]:
+        """Waiting sequences for free slots, in order of arrival, as many as fit one prefill."""
         batch: list[_Sequence] = []
         longest = 0
         while self._waiting and len(self._running) + len(batch) < self._slots:
@@ -275,35 +286,31 @@ class Engine:
             if batch and longest * (len(batch) + 1) > PREFILL_TOKENS_MAX:
                 break
             batch.append(self._waiting.popleft())
-        if batch:
-            first = len(self._running)
-            self._running += batch
-            self._step(first, [s.request.prompt for s in batch])
+        return batch
 
-    def _decode(self) -> None:
-        if self._running:
-            self._step(0, [(s.ids[-1],) for s in self._running])
-
-    def _step(self, first: int, inputs: Sequence[Sequence[int]]) -> None:
-        """Feeds ``inputs`` to the running sequences from ``first`` on, draws a token for each, and settles those that are done."""
-        sequences = self._running[first:]
-        width = max(map(len, inputs))
-        logits = forward(
-            self._weights,
-            self.arch,
-            self._cache,
-            slots=slice(first, len(self._running)),
-            token_ids_BT=torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in inputs]),
-            starts_B=torch.tensor([s.length for s in sequences]),
-            lasts_B=torch.tensor([len(ids) - 1 for ids in inputs]),
-        )
+    def _step(self) -> None:
+        """One pass: a token for each running sequence, and the first one for each that starts. Settles those that are done."""
+        decoding, starting = list(self._running), self._admit()
+        self._running += starting
+        groups = [
+            _group(first, [s.length for s in part], inputs)
+            for first, part, inputs in (
+                (0, decoding, [(s.ids[-1],) for s in decoding]),
+                (len(decoding), starting, [s.request.prompt for s in starting]),
+            )
+            if part
+        ]
+        if not groups:
+            return
+        sequences = list(self._running)
+        logits = forward(self._weights, self.arch, self._cache, groups)
         drawn = draw(logits, [s.request.sampling for s in sequences], [s.rng.random() for s in sequences])
-        for row, (sequence, ids) in enumerate(zip(sequences, inputs, strict=True)):
-            sequence.length += len(ids)
+        for row, sequence in enumerate(sequences):
+            sequence.length += 1 if row < len(decoding) else len(sequence.request.prompt)
             sequence.take(drawn, row, self.version)
         for row in reversed(range(len(sequences))):
             if sequences[row].finish_reason:
-                self._finish(first + row)
+                self._finish(row)
 
     def _finish(self, row: int) -> None:
         sequence = self._running[row]

@@ -5,13 +5,13 @@ float32, the rest in the weights' dtype), without its module overhead, which wou
 experts for all tokens and weigh unused ones by zero: right for a handful of experts, wasteful for many, so large models are refused.
 Refuses sampling, scheduling and HTTP.
 
-Shape letters: B sequences, T new tokens of each, C cached tokens, H query heads, G key-value heads, D head size, E experts,
+Shape letters: B sequences, T new tokens of each, N new tokens of all, C cached tokens, H hidden size, D head size, E experts,
 K experts per token, L layers that route, V vocabulary.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,8 +53,8 @@ class Layer:
     norm_in: torch.Tensor
     norm_out: torch.Tensor
     qkv: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    qk_norm: torch.Tensor
+    """[query heads + key heads, D]."""
     out: torch.Tensor
     gate: torch.Tensor | None
     gate_up: torch.Tensor
@@ -158,8 +158,7 @@ def _layer(take: Any, tensors: Tensors, arch: Architecture, n: int) -> Layer:
         norm_in=take(f"{at}.input_layernorm.weight", hidden),
         norm_out=take(f"{at}.post_attention_layernorm.weight", hidden),
         qkv=torch.cat([take(f"{at}.self_attn.{name}_proj.weight", count * dim, hidden) for name, count in heads.items()]),
-        q_norm=take(f"{at}.self_attn.q_norm.weight", dim),
-        k_norm=take(f"{at}.self_attn.k_norm.weight", dim),
+        qk_norm=torch.cat([take(f"{at}.self_attn.{name}_norm.weight", dim).expand(heads[name], dim) for name in ("q", "k")]),
         out=take(f"{at}.self_attn.o_proj.weight", hidden, arch.heads * dim),
         gate=take(f"{at}.mlp.gate.weight", arch.shape.expert_count, hidden) if routed else None,
         gate_up=gate_up.transpose(1, 2).contiguous(),
@@ -221,53 +220,78 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-@torch.inference_mode()
-def forward(
-    weights: Weights,
-    arch: Architecture,
-    cache: Cache,
-    *,
-    slots: slice,
-    token_ids_BT: torch.Tensor,
-    starts_B: torch.Tensor,
-    lasts_B: torch.Tensor,
-) -> torch.Tensor:
-    """Feeds T tokens to each of the sequences in ``slots`` and returns float32 logits [B, V] after token ``lasts_B`` of each.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Group:
+    """Sequences that are fed equally many tokens in one pass: those that decode, or those that start."""
 
-    Sequence b's tokens stand at positions ``starts_B[b] ...``; keys, values and routes are written there. Shorter inputs are padded at the
-    end: what padding writes lies behind the sequence, where the next real token overwrites it. ``lasts_B`` indexes T.
+    slots: slice
+    """B cache slots in a row."""
+    token_ids: torch.Tensor
+    """int64 [B, T]; shorter inputs are padded at the end."""
+    starts: torch.Tensor
+    """int64 [B]; the position of each sequence's first new token."""
+    lasts: torch.Tensor
+    """int64 [B]; the index in T of each sequence's last real token."""
+
+
+@torch.inference_mode()
+def forward(weights: Weights, arch: Architecture, cache: Cache, groups: Sequence[Group]) -> torch.Tensor:
+    """Feeds every group its tokens and returns float32 logits [B, V] after the last one of each sequence, groups in order.
+
+    Keys, values and routes of the new tokens are written to the cache. What padding writes lies behind its sequence, where the next real
+    token overwrites it before anything looks.
     """
-    count_b, count_t = token_ids_BT.shape
-    positions_BT = starts_B[:, None] + torch.arange(count_t)
-    context = int(starts_B.max()) + count_t
-    rows_B = torch.arange(slots.start, slots.stop)[:, None]
-    group = arch.heads // arch.key_value_heads
-    # Query rows of one key-value head are its query heads times T, so that no key is repeated.
-    seen_BTC = torch.arange(context) <= positions_BT[:, :, None]
-    seen = seen_BTC[:, None].repeat(1, 1, group, 1) if group > 1 else seen_BTC[:, None]
-    cos, sin = cache.cos[positions_BT][:, :, None], cache.sin[positions_BT][:, :, None]
-    x = weights.embed[token_ids_BT]
+    views, first = [], 0
+    for group in groups:
+        views.append(_View(group, arch, first))
+        first = views[-1].rows.stop
+    positions_N = torch.cat([v.positions for v in views])
+    slots_N = torch.cat([v.slots for v in views])
+    cos_ND, sin_ND = cache.cos[positions_N][:, None], cache.sin[positions_N][:, None]
+    x_NH = weights.embed[torch.cat([g.token_ids.reshape(-1) for g in groups])]
     routes = []
+    heads = arch.heads + arch.key_value_heads
     for n, layer in enumerate(weights.layers):
-        h = functional.linear(_norm(x, layer.norm_in, arch.eps), layer.qkv).view(count_b, count_t, -1, arch.head_dim)
-        q, k, v = torch.split(h, [arch.heads, arch.key_value_heads, arch.key_value_heads], dim=2)
-        q = _rotate(_norm(q, layer.q_norm, arch.eps), cos, sin)
-        k = _rotate(_norm(k, layer.k_norm, arch.eps), cos, sin)
-        cache.keys[n, rows_B, :, positions_BT] = k
-        cache.values[n, rows_B, :, positions_BT] = v
-        q = q.view(count_b, count_t, arch.key_value_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        o = functional.scaled_dot_product_attention(
-            q, cache.keys[n, slots, :, :context], cache.values[n, slots, :, :context], attn_mask=seen
-        )
-        o = o.view(count_b, arch.key_value_heads, group, count_t, -1).permute(0, 3, 1, 2, 4).reshape(count_b, count_t, -1)
-        x = x + functional.linear(o, layer.out)
-        y, route = _experts_forward(_norm(x, layer.norm_out, arch.eps).flatten(0, 1), layer, arch)
-        x = x + y.view_as(x)
-        if route is not None:
-            routes.append(route)
-    cache.routes[rows_B, positions_BT] = torch.stack(routes, dim=1).view(count_b, count_t, len(routes), -1).int()
-    last = x[torch.arange(count_b), lasts_B]
-    return functional.linear(_norm(last, weights.norm, arch.eps), weights.head).float()
+        h = functional.linear(_norm(x_NH, layer.norm_in, arch.eps), layer.qkv).view(len(x_NH), -1, arch.head_dim)
+        qk = _rotate(_norm(h[:, :heads], layer.qk_norm, arch.eps), cos_ND, sin_ND)
+        keys, values = cache.keys[n], cache.values[n]
+        keys[slots_N, :, positions_N] = qk[:, arch.heads :]
+        values[slots_N, :, positions_N] = h[:, heads:]
+        o_NH = torch.cat([v.attend(qk[v.rows, : arch.heads], keys, values) for v in views])
+        x_NH = x_NH + functional.linear(o_NH, layer.out)
+        y_NH, route_NK = _experts_forward(_norm(x_NH, layer.norm_out, arch.eps), layer, arch)
+        x_NH = x_NH + y_NH
+        if route_NK is not None:
+            routes.append(route_NK)
+    cache.routes[slots_N, positions_N] = torch.stack(routes, dim=1).int()
+    last_BH = x_NH[torch.cat([v.lasts for v in views])]
+    return functional.linear(_norm(last_BH, weights.norm, arch.eps), weights.head).float()
+
+
+class _View:
+    """One group's part of the flat batch, and its attention."""
+
+    def __init__(self, group: Group, arch: Architecture, first: int) -> None:
+        self.count_b, self.count_t = group.token_ids.shape
+        self.arch = arch
+        positions_BT = group.starts[:, None] + torch.arange(self.count_t)
+        self.context = int(group.starts.max()) + self.count_t
+        self.group_slots = group.slots
+        self.positions = positions_BT.reshape(-1)
+        self.slots = torch.arange(group.slots.start, group.slots.stop).repeat_interleave(self.count_t)
+        self.rows = slice(first, first + len(self.positions))
+        self.lasts = first + torch.arange(self.count_b) * self.count_t + group.lasts
+        # Query rows of one key-value head are its query heads times T, so that no key is repeated.
+        seen_BTC = torch.arange(self.context) <= positions_BT[:, :, None]
+        self.seen = seen_BTC[:, None].repeat(1, 1, arch.heads // arch.key_value_heads, 1)
+
+    def attend(self, q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[N, heads * D] for this group's N tokens."""
+        arch, b, t = self.arch, self.count_b, self.count_t
+        q = q_NHD.view(b, t, arch.key_value_heads, -1, arch.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        k, v = (c[self.group_slots, :, : self.context] for c in (keys, values))
+        o = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.seen)
+        return o.view(b, arch.key_value_heads, -1, t, arch.head_dim).permute(0, 3, 1, 2, 4).reshape(b * t, -1)
 
 
 def _experts_forward(x_NH: torch.Tensor, layer: Layer, arch: Architecture) -> tuple[torch.Tensor, torch.Tensor | None]:

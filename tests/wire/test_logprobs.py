@@ -33,7 +33,7 @@ CONTENT = [
 @pytest.mark.parametrize("old", [False, True])
 def test_both_token_forms_are_read(old: bool) -> None:
     content = [entry(7, -0.5, (7, -0.5), (2, -1.0), old=old)]
-    np.testing.assert_array_equal(decode_logprobs(content, token_ids=[7]), np.float32([-0.5]))
+    np.testing.assert_array_equal(decode_logprobs(content, token_ids=[7]), np.asarray([-0.5], np.float32))
     assert rows_of(decode_top_logprobs(content, token_ids=[7])) == [[(7, -0.5), (2, -1.0)]]
 
 
@@ -60,7 +60,7 @@ def test_recorded_heads_of_eight() -> None:
     assert sent is not None
     assert sent.counts.tolist() == [8] * 6
     assert sent.columns["ids"][:8].tolist() == [200, 13, 33, 40, 267, 25, 393, 320]
-    np.testing.assert_array_equal(sent.columns["logprobs"][:2], np.float32([-6.242011547088623, -5.664008617401123]))
+    np.testing.assert_array_equal(sent.columns["logprobs"][:2], np.asarray([-6.242011547088623, -5.664008617401123], np.float32))
     head = choices("top_logprobs_8", head=5)[0].top_logprobs
     assert head is not None
     assert head.counts.tolist() == [5, 5, 5, 5, 4, 5]  # in row 4 tokens 23 and 138 tie at the cut
@@ -72,7 +72,7 @@ def test_recorded_logprobs_are_the_sampled_tokens() -> None:
     assert choice.logprobs is not None
     assert choice.logprobs.dtype == np.float32
     want = [e["logprob"] for e in case["response"]["choices"][0]["logprobs"]["content"]]
-    np.testing.assert_array_equal(choice.logprobs, np.float32(want))
+    np.testing.assert_array_equal(choice.logprobs, np.asarray(want, np.float32))
 
 
 def test_tokens_that_truncation_removed_are_never_kept() -> None:
@@ -96,11 +96,14 @@ def test_float32_values_survive_the_json_text() -> None:
 
 
 def test_the_encoder_is_read_back() -> None:
-    heads = Ragged(np.int32([2, 3]), {"ids": np.int32([4, 1, 5, 4, 0]), "logprobs": np.float32([-1, -0.5, -2, -0.25, -np.inf])})
-    content = encode_content(token_ids=[4, 5], logprobs=np.float32([-1, -2]), heads=heads, ranks=[2, 7])
+    heads = Ragged(
+        np.asarray([2, 3], np.int32),
+        {"ids": np.asarray([4, 1, 5, 4, 0], np.int32), "logprobs": np.asarray([-1, -0.5, -2, -0.25, -np.inf], np.float32)},
+    )
+    content = encode_content(token_ids=[4, 5], logprobs=np.asarray([-1, -2], np.float32), heads=heads, ranks=[2, 7])
     assert content[1]["top_logprobs"][2] == {"token_id": 0, "logprob": -9999.0}
     assert [e["rank"] for e in content] == [2, 7]
-    np.testing.assert_array_equal(decode_logprobs(content, token_ids=[4, 5]), np.float32([-1, -2]))
+    np.testing.assert_array_equal(decode_logprobs(content, token_ids=[4, 5]), np.asarray([-1, -2], np.float32))
     assert rows_of(decode_top_logprobs(content, token_ids=[4, 5])) == [[(4, -1.0), (1, -0.5)], [(5, -2.0), (4, -0.25)]]
 
 

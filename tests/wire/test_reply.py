@@ -50,7 +50,9 @@ def test_every_array_of_a_0_32_choice_is_read() -> None:
     assert got.logprobs is not None
     assert got.logprobs.tolist() == [-1.5, 0.0]
     assert got.routing is not None
-    assert (got.routing.start, got.routing.rows.dtype, got.routing.rows.tolist()) == (1, np.uint8, ROWS.tolist())
+    assert got.routing.start == 1
+    assert got.routing.rows.dtype == np.uint8
+    assert got.routing.rows.tolist() == ROWS.tolist()
     assert got.top_logprobs is not None
     assert got.top_logprobs.counts.tolist() == [2, 1]
     assert got.top_logprobs.columns["ids"].tolist() == [9, 7, 2]
