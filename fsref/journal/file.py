@@ -69,6 +69,18 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def sync_journal(ledger_dir: Path, inc: str) -> None:
+    """Makes another incarnation's journal durable before it is adopted up to its end: a power loss must not shorten it after that."""
+    try:
+        fd = os.open(journal_path(ledger_dir, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise as_store_error(e, f"cannot sync the journal of {inc}") from e
+
+
 class Journal:
     """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
 

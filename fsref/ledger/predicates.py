@@ -167,11 +167,11 @@ def i5_no_take_after_drop(e: Evidence) -> Iterator[Violation]:
 
 
 def i6_take_needs_keep(e: Evidence) -> Iterator[Violation]:
-    """take(id) implies keep(id), where the producer's journal is there."""
+    """take(id) implies keep(id), where the producer's journal is known to be whole."""
     for journal, fold in e.run.journals.items():
         for inc, seqs in fold.taken.items():
             producer = e.run.journals.get(inc)
-            if producer is None:
+            if producer is None or not e.run.whole(inc):
                 continue
             extra = e.run.extra.get(inc, ())
             for seq in [s for s in seqs if s not in producer.kept]:
@@ -226,10 +226,10 @@ def i9_balance(e: Evidence) -> Iterator[Violation]:
         fold = e.run.journals.get(inc)
         if fold is None:
             continue
-        extra = e.run.extra.get(inc, ())
+        extra, whole = e.run.extra.get(inc, ()), e.run.whole(inc)
         for seq in [s for s in drops if s not in fold.kept and s not in extra]:
             drop = drops[seq]
-            if e.old(*drop.place):
+            if e.old(*drop.place) and (whole or not _consumers(e, inc, seq)):
                 yield Violation("I9", f"{inc}/{seq}", f"dropped ({drop.reason}), but never kept and never found", (drop.place,))
     for inc, fold in e.run.journals.items():
         for name, found in _own_totals(fold).items() if fold.close else ():

@@ -35,16 +35,22 @@ class Settlement:
     """Kept, present and nobody's: to drop."""
     unjournaled: tuple[int, ...] = ()
     """Extra and nobody's: to drop."""
+    unexpected: tuple[int, ...] = ()
+    """Present, and no crash of the producer explains it: left alone."""
 
 
-def settle(fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken_for: Numbers) -> Settlement:
+def settle(
+    fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken_for: Numbers, sealed_extra: Container[int] | None = None
+) -> Settlement:
     """Decides about every number of a producer that has ended.
 
     ``listed`` are the numbers that a complete listing showed, ``dropped`` those that someone dropped, ``spoken_for`` those whose right
-    somebody else holds (taken, or parked in a step).
+    somebody else holds (taken, or parked in a step). ``sealed_extra``: what an earlier adoption found without a keep; nothing else
+    can have come since.
     """
     ceiling = max(fold.kept, default=-1) + 1 + SEQ_AHEAD_MAX
-    present = {s for s in listed if s < ceiling}
+    unexpected = {s for s in listed if s >= ceiling or (sealed_extra is not None and s not in fold.kept and s not in sealed_extra)}
+    present = set(listed) - unexpected
     extra = sorted(s for s in present if s not in fold.kept)
     n = max(max(fold.kept, default=-1), max(extra, default=-1)) + 1
     if fold.close is not None and fold.close.n is not None:
@@ -57,6 +63,7 @@ def settle(fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken
         lost=tuple(sorted(s for s in free if s not in present)),
         orphans=tuple(sorted(s for s in free if s in present)),
         unjournaled=tuple(s for s in extra if s not in dropped and s not in spoken_for),
+        unexpected=tuple(sorted(unexpected)),
     )
 
 
@@ -103,6 +110,8 @@ class RecoveryPlan:
     unjournaled: tuple[str, ...] = ()
     parked: tuple[str, ...] = ()
     """Left for a trainer that replays their step."""
+    unexpected: tuple[str, ...] = ()
+    """Present, and nothing explains them."""
 
 
 def plan_recovery(
@@ -117,17 +126,28 @@ def plan_recovery(
     settlements: dict[str, Settlement] = {}
     recovered: list[str] = []
     unjournaled: list[str] = []
+    unexpected: list[str] = []
     for inc in run.producers:
-        spoken_for = parked.get(inc, set())
-        dropped = run.drops.get(inc, {})
-        found = settle(run.journals[inc], view.present.get(inc, ()), dropped=dropped, spoken_for=spoken_for)
+        found = settle(
+            run.journals[inc],
+            view.present.get(inc, ()),
+            dropped=run.drops.get(inc, {}),
+            spoken_for=parked.get(inc, set()),
+            sealed_extra=run.extra.get(inc, set()) if inc in sealed else None,
+        )
         if inc not in sealed:
             settlements[inc] = found
         recovered += [f"{inc}/{s}" for s in found.orphans]
         unjournaled += [f"{inc}/{s}" for s in found.unjournaled]
+        unexpected += [f"{inc}/{s}" for s in found.unexpected]
     redo = tuple(f"{inc}/{seq}" for inc, seq in run.pending())
     return RecoveryPlan(
-        settlements, redo, tuple(recovered), tuple(unjournaled), tuple(f"{inc}/{s}" for inc, seqs in parked.items() for s in sorted(seqs))
+        settlements=settlements,
+        redo=redo,
+        recovered=tuple(recovered),
+        unjournaled=tuple(unjournaled),
+        parked=tuple(f"{inc}/{s}" for inc, seqs in parked.items() for s in sorted(seqs)),
+        unexpected=tuple(unexpected),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsref.errors import LedgerError
 from fsref.journal.death import How, how_ended
+from fsref.journal.file import sync_journal
 from fsref.journal.markers import write_adopted
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.ledger.predicates import StoreView
@@ -60,6 +61,7 @@ def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uui
     if how is None:
         raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
     write_adopted(ledger_dir, inc, by=by)
+    sync_journal(ledger_dir, inc)
     reader.read_one(inc)
     if journal.problem:
         raise LedgerError(f"{inc} cannot be adopted: {journal.problem}")

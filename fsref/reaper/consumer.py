@@ -133,6 +133,12 @@ class ConsumerHolder(Holder):
         self._store.delete(staging)
         return self._adopted[inc]
 
+    def dead_incarnations(self) -> list[str]:
+        """Env incarnations with a ``.dead`` marker that nobody has adopted: what ``adopt`` should be called for, after draining."""
+        names = {path.name for path in self._ledger_dir.iterdir()}
+        found = (name.removesuffix(".dead") for name in names if name.startswith("env.") and name.endswith(".dead"))
+        return sorted(inc for inc in found if f"{inc}.adopted" not in names and f"{inc}.jnl" in names)
+
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""
         with self._lock:

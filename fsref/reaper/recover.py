@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from fsref.config import LedgerSection
-from fsref.errors import Fenced, JournalCorrupt, ObjectMissing, RunBusy
+from fsref.errors import BadRef, Fenced, JournalCorrupt, ObjectMissing, RunBusy
 from fsref.journal.death import How, how_ended
-from fsref.journal.file import Journal, make_folder, now_ms
+from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
 from fsref.journal.identity import mint
 from fsref.journal.markers import acquire_lock, read_adopted, release_lock, write_adopted
 from fsref.journal.read import LedgerReader
@@ -26,8 +26,9 @@ from fsref.reaper.audit import audit
 from fsref.reaper.delete import delete_objects
 from fsref.reaper.deleter import write_done, write_drop
 from fsref.reaper.listing import list_objects
+from fsref.refs import object_name
 from fsref.steps import read_info
-from fsref.store.base import Store
+from fsref.store.base import Store, check_name
 
 DELETE_DEADLINE_S = 120.0
 
@@ -97,7 +98,8 @@ def recover(
         plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
         _record(journal, ledger_dir, scene, plan)
         pending = _remove(store, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
-        store.delete([*scene.view.staging, *(scene.view.foreign if remove_unexpected else ())])
+        unexpected = (*scene.view.foreign, *map(object_name, plan.unexpected))
+        store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
         final = resume_step is None and not pending
         journal.append(_closing(scene, plan, final=final, remove_unexpected=remove_unexpected, force_dead=force_dead))
         journal.sync()
@@ -111,7 +113,7 @@ def recover(
         parked=len(plan.parked),
         lost=sum(len(s.lost) for s in plan.settlements.values()),
         staging=len(scene.view.staging),
-        unexpected=scene.view.foreign,
+        unexpected=unexpected,
         pending=pending,
     )
 
@@ -161,6 +163,7 @@ def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPla
     adopted = _to_adopt(scene)
     for h in adopted:
         _fence(ledger_dir, h, by=journal.inc, heirs=adopted)
+        sync_journal(ledger_dir, h)
         for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
             journal.append(record)
     if plan.recovered:
@@ -200,6 +203,15 @@ def _closing(scene: _Scene, plan: RecoveryPlan, *, final: bool, remove_unexpecte
         "force_dead": len(force_dead),
     }
     return records.Close(now_ms(), counters={name: n for name, n in counters.items() if n})
+
+
+def _legal(name: str) -> bool:
+    """Whether the store would touch a name at all; an illegal one is reported and left to the operator."""
+    try:
+        check_name(name)
+    except BadRef:
+        return False
+    return True
 
 
 def _published(store: Store, key: StepKey) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from fsref.errors import FsrefError, NotHolder, RunBusy
 from fsref.journal.death import how_ended
-from fsref.journal.file import now_ms
+from fsref.journal.file import now_ms, sync_journal
 from fsref.journal.markers import write_adopted
 from fsref.journal.read import LedgerReader
 from fsref.ledger import records
@@ -50,6 +50,7 @@ class StepHolder(Holder):
             raise RunBusy(f"{', '.join(alive)} may be alive: one trainer at a time; stop it, or have its launcher write its .dead marker")
         for inc in left:
             write_adopted(self._ledger_dir, inc, by=self.inc)
+            sync_journal(self._ledger_dir, inc)
             self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
         mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))
         redo = [f"{inc}/{seq}" for inc, seq in merged.pending() if merged.drops[inc][seq].journal in mine]
