@@ -15,7 +15,7 @@ SOURCES = ("fsref", "tests", "tools")
 
 
 def main() -> int:
-    stages = [
+    stages: list[tuple[str, list[str | Path]]] = [
         ("ruff check", [BIN / "ruff", "check", *SOURCES]),
         ("ruff format", [BIN / "ruff", "format", "--check", *SOURCES]),
         ("mypy", [BIN / "mypy"]),

@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from fsref.errors import ObjectCorrupt
 from fsref.objects import decode_chunk, encode_chunk
 from fsref.refs import Codec
 
 
-def stored(values: np.ndarray, codec: Codec) -> np.ndarray:  # type: ignore[type-arg]
+def stored(values: NDArray[Any], codec: Codec) -> NDArray[np.uint8]:
     packed, crc = encode_chunk(values, codec)
     return np.frombuffer(bytes(packed) + crc, np.uint8).copy()
 

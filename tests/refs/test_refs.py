@@ -127,7 +127,8 @@ def test_a_malformed_reference_is_refused(place: int, value: Any) -> None:
     bad[place] = value
     with pytest.raises(BadRef):
         PayloadRef.decode(bad)
-    for other in (None, {}, [], "fsref:x", [*GOOD, "", [], 1, 2]):
+    others: list[Any] = [None, {}, [], "fsref:x", [*GOOD, "", [], 1, 2]]
+    for other in others:
         with pytest.raises(BadRef):
             PayloadRef.decode(other)
 
@@ -152,7 +153,8 @@ def test_the_expert_dtype_follows_from_the_count_not_the_values() -> None:
     rows = np.asarray([[[0, 255, 256, 511]]])
     got = Payload(np.zeros(1, np.int32), {"routed_experts": Dense(rows)}).checked(wide).fields["routed_experts"]
     assert isinstance(got, Dense)
-    assert (got.rows.dtype, got.rows.ravel().tolist()) == (np.uint16, [0, 255, 256, 511])
+    assert got.rows.dtype == np.uint16
+    assert got.rows.ravel().tolist() == [0, 255, 256, 511]
 
 
 def test_any_byte_order_stride_and_read_only_input_is_normalised() -> None:
@@ -173,9 +175,9 @@ def test_narrowing_never_changes_a_value() -> None:
     for values, dtype in (([300], "uint8"), ([-1], "uint16"), ([2], "bool"), ([1 << 31], "int32")):
         with pytest.raises(PayloadError, match="'x'"):
             narrow("x", np.asarray(values), dtype)
-    for values, dtype in (([0.5], "float16"), ([1.0], "int32"), ([1], "float32")):
+    for array, wanted in ((np.asarray([0.5]), "float16"), (np.asarray([1.0]), "int32"), (np.asarray([1]), "float32")):
         with pytest.raises(PayloadError):
-            narrow("x", np.asarray(values), dtype)
+            narrow("x", array, wanted)
 
 
 def test_missing_ranges_must_be_ascending_and_apart() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fsref.errors import BadRef, ConfigError, ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
-from fsref.store import Deletion, Store, open_root
+from fsref.store import Buffer, Deletion, Store, open_root
 from fsref.store.filesystem import FilesystemStore
 from fsref.store.objectstorage import ObjectStorageStore
 from fsref.store.posix import PosixStore
@@ -53,7 +53,7 @@ def content(store: Store, name: str) -> bytes:
 
 
 def test_what_was_put_is_read_in_any_range(store: Store) -> None:
-    parts = [b"abc", bytearray(b""), memoryview(b"defg"), np.arange(3, dtype=np.uint16)]
+    parts: list[Buffer] = [b"abc", bytearray(b""), memoryview(b"defg"), np.arange(3, dtype=np.uint16)]
     store.put("obj/a/0000000000.zip", parts)
     whole = b"abcdefg" + np.arange(3, dtype="<u2").tobytes()
     assert content(store, "obj/a/0000000000.zip") == whole
