@@ -124,7 +124,7 @@ class Dispatcher:
             # A duplicate, or a reply of a producer that was adopted: its arrays are gone or belong to another episode.
             self._custody.drop(fresh, Reason.LATE)
             raise EpisodeFailed(f"{len(episode.objects) - len(fresh)} of its {len(episode.objects)} objects may not be taken any more")
-        group.taken.append(Taken(episode, version))
+        group.taken.append(Taken(episode, version, self._version.offered))
 
     def _drop(self, group: Group, why: str) -> None:
         """The group will not train; returns at once, its members are cancelled by ``_run``."""

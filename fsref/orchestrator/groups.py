@@ -38,8 +38,21 @@ class Taken:
     """An episode whose objects are held."""
 
     episode: "Episode"
-    version: int
+    dispatched: int
     """The weights when it was dispatched, so the oldest that may have sampled it."""
+    offered: int
+    """The newest that inference may have had when it came back."""
+
+    def version_of(self, labels: "Sequence[str]") -> int:
+        """The oldest weights that sampled a branch: by the engine's labels, where all of them are versions that can be, else as dispatched.
+
+        An engine may number its weights by its own count; a number outside what the trainer had made by then is such a one.
+        """
+        versions = [int(label) for label in labels if label.isascii() and label.isdigit()]
+        if not versions or len(versions) != len(labels):
+            return self.dispatched
+        oldest, newest = min(versions), max(versions)
+        return oldest if self.dispatched <= oldest and newest <= self.offered else self.dispatched
 
 
 @dataclass(eq=False)
@@ -101,7 +114,7 @@ def _sample(group: Group, taken: Taken, number: int, temperature: float) -> Samp
         logprobs=np.asarray(branch.logprobs, np.float32),
         ref=branch.ref,
         reward=branch.reward,
-        version=taken.version,
+        version=taken.version_of(branch.versions),
         temperature=temperature,
     )
 

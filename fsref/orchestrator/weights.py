@@ -84,12 +84,16 @@ class Version:
 
     def __init__(self, current: int = 0) -> None:
         self.current = current
+        """Inference has it: what is dispatched now is sampled by it or a newer one."""
+        self.offered = current
+        """The newest that inference may have by now."""
         self._changed = asyncio.Condition()
 
     async def set(self, version: int) -> None:
         """Announces a newer version."""
         async with self._changed:
             self.current = max(version, self.current)
+            self.offered = max(version, self.offered)
             self._changed.notify_all()
 
     async def at_least(self, version: int, *, deadline_s: float) -> None:
@@ -113,6 +117,7 @@ async def watch(folder: Path, load: Callable[[Path], None], version: Version, *,
     while True:
         found = await asyncio.to_thread(newest, folder)
         if found is not None and found.version > version.current:
+            version.offered = max(version.offered, found.version)
             try:
                 await asyncio.to_thread(load, found.path)
             except OSError as e:

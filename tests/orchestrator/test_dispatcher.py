@@ -38,7 +38,7 @@ def dispatcher(
 def test_groups_come_complete_in_order_with_their_version(world: Any) -> None:
     groups = ran(dispatcher(world, group_size=3, version=7).collect(2))
     assert [(g.number, g.task.key, len(g.taken)) for g in groups] == [(0, "task-0", 3), (1, "task-1", 3)]
-    assert {t.version for g in groups for t in g.taken} == {7}
+    assert {(t.dispatched, t.offered) for g in groups for t in g.taken} == {(7, 7)}
     assert all(moves == ["take"] for moves in world.story().values())
 
 

@@ -17,6 +17,7 @@ from fsref.orchestrator.groups import Source
 from fsref.orchestrator.loop import Identity, Loop
 from fsref.orchestrator.tasks import stream
 from fsref.orchestrator.weights import Version
+from fsref.reaper import StepHolder, Verdict, close_run, delete_objects
 
 
 def ran(work: Coroutine[Any, Any, None]) -> None:
@@ -345,3 +346,25 @@ def test_the_event_of_a_step_has_what_the_live_table_shows(world: Any) -> None:
     assert (metrics["samples/count"], metrics["samples/tokens"], metrics["samples/tokens_trained"]) == (4, 20, 12)
     assert {"time/wait_weights", "time/collect", "time/pack", "time/publish"} <= metrics.keys()
     assert msgspec.json.encode(metrics)
+
+
+def test_a_run_whose_steps_were_trained_is_proved_at_its_close(world: Any) -> None:
+    async def script(number: int, task: Any) -> Any:
+        return world.episode(number, task, ok=number != 5)
+
+    world.script = script
+    run = Run(world, eval_every=2, eval_episodes=2).go()
+    world.holder.close()
+    world.env.close()
+    with StepHolder(world.store, world.ledger_dir, run=world.info) as trainer:
+        for step in range(2):
+            trainer.taken(run.files(step)[0])
+            trainer.used(step)
+        trainer.drop_steps(0, 1)
+        owned = [o for step in range(2) for rank in run.files(step)[1] for o in rank.owned]
+        assert delete_objects(world.store, owned).failed == {}
+        trainer.done_steps(0, 1)
+    found = close_run(world.store, world.ledger_dir, run=world.info)
+    assert found.verdict is Verdict.PROVED, found.render()
+    assert found.totals.dropped_by == {"trained": len(owned), "eval": 2, "filtered": 1, "pruned": 1}
+    assert found.totals.kept == len(owned) + 4
