@@ -53,6 +53,9 @@ class Totals:
     pending: int = 0
     void: int = 0
     extra: int = 0
+    """Objects that an adopter found without a keep."""
+    unreceipted: int = 0
+    """Dropped objects whose keep was lost with a node; others' journals prove what became of them."""
     suppressed: int = 0
     records: int = 0
     present: int | None = None
@@ -113,6 +116,7 @@ class Audit:
         lines = [
             f"run {self.run}  {state}  {self.verdict}",
             f"kept      {t.kept:,} objects  {size_text(t.kept_bytes)}   from {_producers_text(t)}",
+            *([f"          {', '.join(found)}"] if (found := _found_text(t)) else []),
             f"dropped   {t.dropped:,}{_reasons_text(t)}",
             f"done      {t.done:,} (first try {t.done - t.done_retry:,}, after retry {t.done_retry:,})   {self._rest_text()}",
             f"store     {where}",
@@ -198,11 +202,21 @@ def count(evidence: Evidence) -> Totals:
         pending=sum(1 for _ in run.pending()),
         void=_void_count(run),
         extra=sum(map(len, run.extra.values())),
+        unreceipted=_unreceipted(run),
         suppressed=sum(f.close.counters.get("suppressed", 0) for f in run.journals.values() if f.close),
         records=sum(f.count for f in run.journals.values()),
         present=None if store is None else sum(map(len, store.present.values())),
         staging=None if store is None else len(store.staging),
     )
+
+
+def _unreceipted(run: RunFold) -> int:
+    total = 0
+    for inc, drops in run.drops.items():
+        kept = run.journals[inc].kept if inc in run.journals else {}
+        extra = run.extra.get(inc, ())
+        total += sum(seq not in kept and seq not in extra for seq in drops)
+    return total
 
 
 def size_text(byte_count: float) -> str:
@@ -238,6 +252,11 @@ def _producers_text(t: Totals) -> str:
     if adopted:
         text += f", {adopted:,} adopted: " + ", ".join(f"{n:,} {how}" for how, n in t.producers_adopted.items())
     return text + (f", {t.producers_open:,} open)" if t.producers_open else ")")
+
+
+def _found_text(t: Totals) -> list[str]:
+    out = [f"{t.extra:,} more were found without a keep"] if t.extra else []
+    return out + ([f"{t.unreceipted:,} more are known from others' journals only (node lost)"] if t.unreceipted else [])
 
 
 def _reasons_text(t: Totals) -> str:

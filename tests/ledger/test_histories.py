@@ -23,7 +23,8 @@ def check(seed: int) -> None:
     assert world.audit().violations == (), f"seed {seed}, while it runs"
     found = world.end()
     assert (found.verdict, found.violations) == (Verdict.PROVED, ()), f"seed {seed}, closed"
-    assert found.totals.kept + found.totals.extra >= found.totals.dropped - found.totals.void
+    totals = found.totals
+    assert totals.kept + totals.extra + totals.unreceipted == totals.dropped == totals.done
 
 
 def test_random_histories_with_crashes_and_power_losses_end_proved() -> None:
