@@ -184,6 +184,8 @@ class LossSection(Section, frozen=True, kw_only=True):
     ratio_low: Fraction = 0.5
     ratio_high: Annotated[float, Meta(ge=1)] = 2.0
     """IcePop band: a token whose trainer-to-sampler ratio lies outside gives no policy gradient."""
+    ratio_weight: bool = False
+    """Also weigh by the ratio inside the band, as IcePop does; off: the band is a mask only, and score centering corrects the rest."""
     center_weight: Annotated[float, Meta(ge=0)] = 1.0
     """Weight of the score-centering term over the top-k head; 1 cancels the drift exactly, 0 turns it off."""
 
@@ -349,7 +351,7 @@ def keys(section: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
     """Every scalar setting as a dotted name, in order of declaration."""
     out: list[str] = []
     for name, hint in get_type_hints(section, include_extras=True).items():
-        inner = _struct_of(hint)
+        inner = struct_of(hint)
         if inner is not None and get_origin(hint) is not tuple:
             out += keys(inner, f"{prefix}{name}.")
         else:
@@ -357,11 +359,12 @@ def keys(section: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
     return out
 
 
-def _struct_of(hint: Any) -> type[msgspec.Struct] | None:
+def struct_of(hint: Any) -> type[msgspec.Struct] | None:
+    """The section that a key's type is, or a list of; None for a scalar key."""
     if get_origin(hint) is Annotated:
-        return _struct_of(get_args(hint)[0])
+        return struct_of(get_args(hint)[0])
     if get_origin(hint) is tuple:
-        return _struct_of(get_args(hint)[0])
+        return struct_of(get_args(hint)[0])
     return hint if isinstance(hint, type) and issubclass(hint, msgspec.Struct) else None
 
 
@@ -376,7 +379,7 @@ def _refuse_unknown(data: Any, section: type[msgspec.Struct], prefix: str, sourc
     for key, value in data.items():
         if key not in hints:
             raise ConfigError(f"{source}: unknown key {prefix}{key!s}{_nearest(str(key), list(hints), prefix)}")
-        inner = _struct_of(hints[key])
+        inner = struct_of(hints[key])
         if inner is not None:
             _refuse_unknown(value, inner, f"{prefix}{key}.", source)
 

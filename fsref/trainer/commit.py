@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from fsref.config import TrainerSection
+from fsref.errors import ObjectMissing, StepReleased
 from fsref.reaper import Outcome, delete_objects
-from fsref.steps import RankFile, StepInfo
+from fsref.steps import RankFile, StepInfo, read_info, read_rank
 from fsref.store import Store
 from fsref.trainer.ranks import Ranks
 
@@ -71,6 +72,17 @@ class Committer:
         sizes = {s.object_id: s.byte_count for m in rank_file.micro_batches for q in m.sequences if q.ref for s in q.ref.segments}
         self._owned[rank_file.step] = {i: sizes.get(i, 0) for i in rank_file.owned}
 
+    def inherit(self, version: int) -> None:
+        """Takes over the steps below ``version`` that an earlier trainer has trained and not dropped, and applies the policy to them.
+
+        Removal goes by ascending steps, so the search goes down from ``version`` and ends at the first step that is released or gone.
+        """
+        steps = self._ranks.gather(self._ranks.together("taking over earlier steps", lambda: self._left_below(version)))[0]
+        for step in steps:
+            self.fetched(read_rank(self._store, read_info(self._store, step), self._ranks.data_rank))
+        if steps:
+            self._drop_through(version - 1 - (self._keep_last if self._policy == "keep_last" else 0))
+
     def after_fetch(self, step: int) -> None:
         """Policy ``fetched``."""
         if self._policy == "fetched":
@@ -111,6 +123,18 @@ class Committer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _left_below(self, version: int) -> list[int]:
+        found: list[int] = []
+        if self._ledger is None:
+            return found
+        for step in reversed(range(version)):
+            try:
+                self._ledger.taken(read_info(self._store, step))
+            except (ObjectMissing, StepReleased):
+                break
+            found.insert(0, step)
+        return found
 
     def _drop_through(self, hi: int) -> None:
         steps = sorted(s for s in self._owned if s <= hi)

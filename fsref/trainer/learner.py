@@ -99,7 +99,7 @@ class Learner:
     def _train(self, batch: PackedMicroBatch, rows: Tensor) -> None:
         logits = logits_at(self.model, batch, rows, dtype=self._dtype)
         result = micro_batch_loss(logits, batch, rows, config=self._config.loss)
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        result.loss.backward()
         self._sums.loss += result.sums.cpu()
 
 

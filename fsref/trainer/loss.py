@@ -10,8 +10,9 @@ after temperature and after the filters (top-k, top-p, min-p) of the sampler; ``
 and always holds the sampled token. A token with an empty mask row was sampled without filters: S is the vocabulary.
 
 **IcePop** (arXiv 2510.18855): the calibration ``M(k) = k if low <= k <= high else 0`` of the ratio ``k = p(a) / q(a)`` removes tokens on
-which trainer and sampler disagree. Here the band is used as the mask, ``w(k) = 1 if low <= k <= high else 0``, without the factor ``k``,
-because score centering is what corrects the rest. Masked tokens still count in the denominator.
+which trainer and sampler disagree. ``ratio_weight`` chooses the weight ``w``: ``M`` itself, or (default) the band as a mask,
+``w(k) = 1 if low <= k <= high else 0``, because score centering corrects what the factor ``k`` would. Masked tokens still count in the
+denominator.
 
 **Score centering** (Marek and Ryabinin, arXiv 2609.20807; also NovaSky-AI/SkyRL#2244 and radixark/miles#3317). With samples from q the
 expected update ``E_q[A w s]``, ``s_v = grad log p(v)``, holds the drift ``E_q[A] E_q[w s]``, which does not vanish for q unlike p and adds
@@ -119,7 +120,7 @@ def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor,
 
     log_ratio_N = logp_N.detach() - logq_N
     keep_N = _in_band(log_ratio_N, config)
-    policy_N = -advantage_N * torch.where(keep_N, logp_N, torch.zeros_like(logp_N))
+    policy_N = -advantage_N * _weight(log_ratio_N, config) * logp_N
     head = _head(batch, rows_N, kept, vocabulary=z_NV.shape[1])
     center_N, head_mass_N = _expected_score(z_NV, log_norm_N, head.values, config)
     center_N = config.center_weight * advantage_N * center_N
@@ -164,6 +165,12 @@ def _in_band(log_ratio: Tensor, config: LossSection) -> Tensor:
     """Whether exp(log_ratio) lies in the closed band; NaN does not."""
     low = math.log(config.ratio_low) if config.ratio_low > 0 else -math.inf
     return (log_ratio >= low) & (log_ratio <= math.log(config.ratio_high))
+
+
+def _weight(log_ratio: Tensor, config: LossSection) -> Tensor:
+    """``w`` of the module's docstring: 0 outside the band."""
+    inside = _in_band(log_ratio, config)
+    return torch.where(inside, torch.exp(log_ratio) if config.ratio_weight else torch.ones_like(log_ratio), torch.zeros_like(log_ratio))
 
 
 def _ragged_rows(data: RaggedTensor | None, rows_N: Tensor, *, column: str | None, vocabulary: int, name: str) -> _Values:
@@ -245,15 +252,18 @@ class _Head:
 
 
 def _head(batch: PackedMicroBatch, rows_N: Tensor, kept: _KeptSets, *, vocabulary: int) -> _Head:
-    """The sampler's head over distinct ids of positive probability inside the kept set; ids outside are counted and left out."""
+    """The sampler's head over distinct ids inside the kept set; ids outside are left out, and counted if they have any probability.
+
+    Engines pad a head with logprobs of -inf or -9999: the sampler's probability is known to be zero there.
+    """
     data = batch.fields.get("top_logprobs")
     assert data is None or isinstance(data, RaggedTensor), "top_logprobs is ragged"
     given = _ragged_rows(data, rows_N, column="logprobs", vocabulary=vocabulary, name="top_logprobs")
     assert given.extra is not None
-    possible_M = torch.isfinite(given.extra)
+    said_M = ~torch.isnan(given.extra)
     inside_M = ~kept.masked[given.row] | torch.isin(given.row * vocabulary + given.ids, kept.values.row * vocabulary + kept.values.ids)
-    outside_N = torch.bincount(given.row[possible_M & ~inside_M], minlength=len(rows_N))
-    return _Head(_chosen(given, _first_of_each(given, possible_M & inside_M, vocabulary), len(rows_N)), outside_N)
+    outside_N = torch.bincount(given.row[(given.extra.exp() > 0) & ~inside_M], minlength=len(rows_N))
+    return _Head(_chosen(given, _first_of_each(given, said_M & inside_M, vocabulary), len(rows_N)), outside_N)
 
 
 def _expected_score(z_NV: Tensor, log_norm_N: Tensor, head: _Values, config: LossSection) -> tuple[Tensor, Tensor]:
@@ -266,9 +276,8 @@ def _expected_score(z_NV: Tensor, log_norm_N: Tensor, head: _Values, config: Los
         q_mass_N = z_NV.new_zeros(count).index_add(0, head.row, q_M)
         p_mass_N = z_NV.new_zeros(count).index_add(0, head.row, p_M)
         alpha_N = (1 - q_mass_N).clamp(min=0) / (1 - p_mass_N).clamp(min=_TAIL_MASS_MIN)
-        alpha_N = torch.where(_in_band(-torch.log(alpha_N), config), alpha_N, torch.zeros_like(alpha_N))
-        weighted_M = torch.where(_in_band(logp_M - head.extra, config), q_M, torch.zeros_like(q_M))
-        coefficient_M = weighted_M - alpha_N[head.row] * p_M
+        tail_N = _weight(-torch.log(alpha_N), config) * alpha_N
+        coefficient_M = _weight(logp_M - head.extra, config) * q_M - tail_N[head.row] * p_M
     return z_NV.new_zeros(count).index_add(0, head.row, coefficient_M * logp_M), q_mass_N
 
 

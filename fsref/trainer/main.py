@@ -64,6 +64,7 @@ def main(config: Config, *, place: Place | None = None) -> None:
         loader = stack.enter_context(StepLoader(store, run.schema, config=config.store))
         committer = Committer(ranks, store, ledger, config.trainer, delete_threads=config.ledger.delete_threads)
         stack.enter_context(committer)
+        committer.inherit(version)
         feed = StepFeed(
             store,
             loader,

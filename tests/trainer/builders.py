@@ -40,7 +40,7 @@ def tiny_config(**changes: Any) -> Qwen3MoeConfig:
 
 def tiny_model(seed: int = 0, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    model: nn.Module = Qwen3MoeForCausalLM(tiny_config(**changes)).float().train()
+    model: nn.Module = Qwen3MoeForCausalLM(tiny_config(**changes))
     return model
 
 

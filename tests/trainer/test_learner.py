@@ -43,7 +43,7 @@ def test_an_update_uses_the_mean_over_all_trained_tokens_of_all_micro_batches() 
     for part in parts:
         with RouterReplay(reference).block(part.fields["routed_experts"].rows, replay=True):  # type: ignore[union-attr]
             logits = logits_at(reference, part, trained_rows(part), dtype=torch.float32)
-            (micro_batch_loss(logits, part, trained_rows(part), config=LOSS).loss / 7).backward()  # type: ignore[no-untyped-call]
+            (micro_batch_loss(logits, part, trained_rows(part), config=LOSS).loss / 7).backward()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]))
     optimizer.step()

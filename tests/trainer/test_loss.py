@@ -41,7 +41,8 @@ def oracle(
     p = {v: float(x.detach().exp()) for v, x in logp.items()}
 
     def weight(ratio: float) -> float:
-        return 1.0 if config.ratio_low <= ratio <= config.ratio_high else 0.0
+        inside = config.ratio_low <= ratio <= config.ratio_high
+        return (ratio if config.ratio_weight else 1.0) if inside else 0.0
 
     policy = weight(p[sampled] / math.exp(logq)) * logp[sampled]
     q = {v: math.exp(x) for v, x in head.items() if v in p}
@@ -49,7 +50,7 @@ def oracle(
     expected = z.new_zeros(())
     for v, q_v in q.items():
         tail = weight(1 / alpha) * alpha * p[v] if alpha else 0.0
-        expected = expected + (weight(p[v] / q_v) * q_v - tail) * logp[v]
+        expected = expected + ((weight(p[v] / q_v) * q_v if q_v else 0.0) - tail) * logp[v]
     return -advantage * (policy - config.center_weight * expected)
 
 
@@ -75,6 +76,7 @@ CASES = {
     "kept set of the sampled token alone": {"mask": [5], "head": {}},
     "head over the full vocabulary": {"mask": [], "head": {5: -1.0, 7: -1.5, 2: -3.0}},
     "head inside a kept set": {"mask": [5, 7, 2, 11, 12], "head": {7: -0.7, 5: -1.4}},
+    "head with a removed token": {"mask": [], "head": {5: -1.0, 7: -9999.0, 9: -math.inf}},
     "head that is the whole kept set": {"mask": [5, 7], "head": {7: math.log(0.75), 5: math.log(0.25)}},
 }
 
@@ -83,8 +85,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     "config",
-    [WIDE, LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=1.0), LossSection(ratio_low=0.5, ratio_high=2.0, center_weight=0.3)],
-    ids=["policy", "centred", "band"],
+    [
+        WIDE,
+        LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=1.0),
+        LossSection(ratio_low=0.5, ratio_high=2.0, center_weight=0.3),
+        LossSection(ratio_low=0.1, ratio_high=3.0, center_weight=1.0, ratio_weight=True),
+    ],
+    ids=["policy", "centred", "band", "weighted"],
 )
 def test_loss_and_gradient_match_the_formula(case, config: LossSection, temperature: float) -> None:  # type: ignore[no-untyped-def]
     batch = one_token(case["mask"], case["head"], temperature=temperature)
@@ -201,7 +208,8 @@ def test_a_sampler_logprob_that_is_not_finite_masks_its_token_and_is_counted(log
     assert not torch.autograd.grad(result.loss, logits)[0].any()
 
 
-def test_score_centering_takes_the_samplers_drift_away() -> None:
+@pytest.mark.parametrize("ratio_weight", [False, True])
+def test_score_centering_takes_the_samplers_drift_away(ratio_weight: bool) -> None:
     """The mean over q of the per-token gradient is zero, where the head holds all of q."""
     kept = [2, 5, 7, 11]
     q = {2: 0.1, 5: 0.4, 7: 0.3, 11: 0.2}
@@ -209,7 +217,7 @@ def test_score_centering_takes_the_samplers_drift_away() -> None:
     head = {v: math.log(x) for v, x in q.items()}
 
     def mean_gradient(center_weight: float) -> Tensor:
-        config = LossSection(ratio_low=0.4, ratio_high=100.0, center_weight=center_weight)
+        config = LossSection(ratio_low=0.4, ratio_high=100.0, center_weight=center_weight, ratio_weight=ratio_weight)
         total = torch.zeros(1, VOCABULARY)
         for v, probability in q.items():
             batch = one_token(kept, head, sampled=v, logq=math.log(probability))
@@ -253,7 +261,7 @@ def test_head_entries_outside_the_kept_set_are_counted_and_left_out() -> None:
     config = LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=1.0)
     logits = random_logits(seed=13)
     inside = sums_of(one_token([5, 7], {5: -0.5, 7: -1.2}), logits, config)
-    outside = sums_of(one_token([5, 7], {5: -0.5, 7: -1.2, 20: -3.0, 21: -math.inf}), logits, config)
+    outside = sums_of(one_token([5, 7], {5: -0.5, 7: -1.2, 20: -3.0, 21: -math.inf, 22: -9999.0}), logits, config)
     assert outside["head_outside_kept_set"] == 1
     assert outside["loss"] == pytest.approx(inside["loss"])
 

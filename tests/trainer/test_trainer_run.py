@@ -109,6 +109,20 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path
         run.close()
 
 
+@pytest.mark.parametrize(("commit", "keep_last"), [("keep_last", 2), ("keep_last", 1)])
+def test_a_resumed_run_also_removes_what_the_one_before_it_left(small: SmallRun, commit: str, keep_last: int) -> None:
+    for step in range(2):
+        small.publish_step(step)
+    policy = {"commit": commit, "keep_last": keep_last, "checkpoint_every": 2}
+    with pytest.raises(StoreUnavailable):
+        main(small.config(steps=3, step_wait_s=0.3, **policy), place=ALONE)
+    assert len(small.present()) == 4 * keep_last
+    small.publish_step(2)
+    main(small.config(steps=3, **policy), place=ALONE)
+    assert small.present() == []
+    assert small.verdict() == "PROVED"
+
+
 def test_a_step_that_was_released_is_refused_by_name(small: SmallRun) -> None:
     small.publish_step(0)
     main(small.config(steps=1), place=ALONE)
