@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsref.errors import ConfigError
-from fsref.inspection.find import Place, find_run, is_run, parse_object, parse_step
+from fsref.inspection.find import Place, expand, find_run, is_run, parse_object, parse_short, parse_step, shorten
 from fsref.inspection.load import LayerLoad
 from fsref.inspection.object import file_report, object_report
 from fsref.inspection.plot import plot_load, plot_metrics
@@ -26,12 +26,13 @@ from fsref.inspection.step import step_report
 from fsref.pipeline.metrics import COLUMNS, TITLES, Follower, show_bytes
 
 STATE_STYLES: Final = {"present": "green", "removed": "dim", "removing": "yellow", "lost": "bold red", "unknown": "red"}
+WIDTH: Final = 180
 PLOTTED: Final = ("reward", "mismatch KL", "orch RSS")
 
 
 def main(what: str, *, run: str, json: bool, plot: Path | None) -> None:
     """Prints the report on stdout."""
-    console = Console()
+    console = make_console()
     here = Path.cwd()
     step = parse_step(what)
     found = parse_object(what)
@@ -42,7 +43,7 @@ def main(what: str, *, run: str, json: bool, plot: Path | None) -> None:
         _out(step_found, console, json=json)
         if plot is not None:
             plot_load(step_found.load, plot, title=f"{step_found.run}, step {step}: expert load of {step_found.load_objects} objects")
-    elif found is not None or _is_file(what):
+    elif found is not None or _is_file(what) or (parse_short(what) and not is_run(Path(what))):
         thing = _object(what, found, run=run, here=here)
         _out(thing, console, json=json)
         if plot is not None:
@@ -50,6 +51,11 @@ def main(what: str, *, run: str, json: bool, plot: Path | None) -> None:
     else:
         place = _run_place(what, run=run, here=here)
         _run(place, console, json=json, plot=plot)
+
+
+def make_console() -> Console:
+    """On a terminal as wide as that is; elsewhere wide enough for every table."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
 def _run_place(what: str, *, run: str, here: Path) -> Place:
@@ -68,7 +74,11 @@ def _object(what: str, found: tuple[str, str] | None, *, run: str, here: Path) -
     folder = path.absolute().parents[2] if len(path.absolute().parents) > 2 else path
     if _is_file(what) and not is_run(folder):
         return file_report(path)
-    assert found is not None or is_run(folder)
+    if not _is_file(what) and found is None:
+        place = find_run(run, here=here)
+        with place.open() as store:
+            object_id = expand(what, place, store)
+        return object_report(place, object_id)
     if found is None:
         raise ConfigError(f"{what} lies in a run's folder, but its name is no object's: obj/<incarnation>/<number>.zip")
     named = run or found[0] or (str(folder) if _is_file(what) else "")
@@ -141,16 +151,18 @@ def _show_step(r: StepReport, console: Console) -> None:
     console.print(ranks)
     console.print(_fields(r.fields))
     samples = _table("samples", "mb", "sample", "tokens>", "trained>", "reward>", "adv>", "ver>", "object", "bytes>", "missing", "status")
+    short = shorten(r.status)
     for s in r.rows:
+        trace, _, branch = s.sample.partition("/")
         samples.add_row(
             f"{s.data_rank}.{s.micro_batch}",
-            s.sample + (" (padding)" if s.padding else ""),
+            f"{trace[:8]}/{branch}" + (" (padding)" if s.padding else ""),
             str(s.tokens),
             str(s.trained),
             f"{s.reward:.3f}",
             f"{s.advantage:+.3f}",
             str(s.version),
-            "\n".join(s.objects) or "-",
+            "\n".join(short.get(o, o) for o in s.objects) or "-",
             show_bytes(s.bytes),
             ", ".join(f"{n} {c}" for n, c in s.missing.items()) or "-",
             Text("\n").join([_state(r.status.get(o)) for o in s.objects]),
@@ -174,7 +186,7 @@ def _state(status: Status | None) -> Text:
         return Text("owned by another step", style="dim")
     text: str = status.state
     if status.state in {"removed", "removing"}:
-        text += f" {status.reason} by {status.by.rpartition('.')[0]} {when(status.done_ms or status.dropped_ms)}"
+        text += f" ({status.reason}) by {status.by.rpartition('.')[0]} {when(status.done_ms or status.dropped_ms)}"
     return Text(text, style=STATE_STYLES[status.state])
 
 

@@ -5,6 +5,7 @@ guess further: no match lists the runs there are.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ RUNS: Final = "runs"
 LISTED_MAX: Final = 20
 _STEP: Final = re.compile(r"(?:steps/)?step_(\d{6,9})/?", re.ASCII)
 _TEXT: Final = re.compile(rf"fsref:({RUN_PATTERN})/({INCARNATION_PATTERN}/\d{{1,10}})", re.ASCII)
+_SHORT: Final = re.compile(r"([a-z0-9-]{1,40})/(0|[1-9][0-9]{0,9})", re.ASCII)
 _NAME: Final = re.compile(rf"(?:.*/)?obj/({INCARNATION_PATTERN})/(\d{{10}})\.zip", re.ASCII)
 
 
@@ -136,3 +138,38 @@ def parse_object(what: str) -> tuple[str, str] | None:
     except BadRef:
         return None
     return "", what
+
+
+def parse_short(what: str) -> bool:
+    """Whether ``what`` is an object's short form for people: ``<label>/<seq>``, as the tables of a step show it."""
+    return _SHORT.fullmatch(what) is not None
+
+
+def expand(what: str, place: Place, store: Store) -> str:
+    """The object id that a short form means in a run; raises ``ConfigError`` if no producer, or more than one, has that label."""
+    match = _SHORT.fullmatch(what)
+    assert match is not None
+    label, seq = match.groups()
+    known = {name.split("/")[1] for name in (e.name for e in store.list("obj"))}
+    if place.run_dir is not None:
+        known |= {p.stem for p in place.ledger_dir.glob("*.jnl")}
+    found = sorted(inc for inc in known if inc.split(".")[:2] == ["env", label])
+    if len(found) != 1:
+        said = f"is not enough, several producers have it: {', '.join(found)}" if found else "is of no producer of this run"
+        raise ConfigError(f"object {what!r}: the label {label!r} {said}")
+    return f"{found[0]}/{seq}"
+
+
+def shorten(object_ids: Iterable[str]) -> dict[str, str]:
+    """Short forms of the ids, where a label stands for one producer only; else the id itself."""
+    ids = list(object_ids)
+    producers: dict[str, set[str]] = {}
+    for object_id in ids:
+        inc = object_id.split("/")[0]
+        producers.setdefault(inc.split(".")[1], set()).add(inc)
+    out = {}
+    for object_id in ids:
+        inc, seq = object_id.split("/")
+        label = inc.split(".")[1]
+        out[object_id] = f"{label}/{seq}" if len(producers[label]) == 1 else object_id
+    return out
