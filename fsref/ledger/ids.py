@@ -109,7 +109,7 @@ def _pieces(seqs: Iterable[int], ids_max: int) -> Iterator[tuple[int, int]]:
 
 def unpack_seqs(text: str, *, ids_max: int = IDS_RECORD_MAX) -> list[int]:
     """``"0-2,4"`` to ``[0, 1, 2, 4]``. Raises ``JournalCorrupt`` outside the grammar or above ``ids_max`` ids, before expanding."""
-    if text.isdigit() and len(text) <= 10 and text.isascii() and (text[0] != "0" or text == "0"):
+    if ids_max > 0 and text.isdigit() and len(text) <= 10 and text.isascii() and (text[0] != "0" or text == "0"):
         return [int(text)]
     if len(text) > BYTES_SET_MAX + 64 or not _RANGES.fullmatch(text):
         raise JournalCorrupt(f"id ranges {text[:60]!r} are outside the grammar (ascending n or a-b, comma separated)")
