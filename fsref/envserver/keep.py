@@ -51,7 +51,10 @@ class KeepJob:
         self._objects: list[str] = []
 
     def run(self) -> Kept:
-        """Puts every branch. Raises what a put raises, named by its branch, after discarding what this job kept."""
+        """Puts every branch. Raises what a put raises, named by its branch, after discarding what this job kept.
+
+        ``CancelledError`` if it was given up.
+        """
         kept: Kept = {}
         try:
             for branch, payload in self._branches():
@@ -60,12 +63,10 @@ class KeepJob:
             with self._lock:
                 self._check_wanted()
                 self._state = _State.KEPT
-        except CancelledError:
-            self._holder.discard(self._objects, "never_sent")
-            raise
         except BaseException:
-            self._state = _State.GIVEN_UP
-            self._holder.discard(self._objects, "encode_error")
+            with self._lock:
+                wanted, self._state = self._state is not _State.GIVEN_UP, _State.GIVEN_UP
+            self._holder.discard(self._objects, "encode_error" if wanted else "never_sent")
             raise
         return kept
 

@@ -9,16 +9,15 @@ from tests.envserver.support import Replica, Run, make_run, source
 
 pytest.importorskip("verifiers")
 
+ONE_RETRY = {"rules": [{"type": "ProviderError", "max_retries": 1}]}
+"""After an engine's failure, and no other."""
+
+SEAT = {"harness": {"id": "tests_envserver_tasks"}, "runtime": {"type": "subprocess"}}
+
 ENVS = (
-    source("lone"),
-    source("pool", workers=2),
-    source("agentretry", env_args={"agent": {"retries": {"max_retries": 2}}}),
-    source("episoderetry", env_args={"retries": {"max_retries": 2}}),
-    source(
-        "twoagents",
-        env_id="tests.envserver.two_agents",
-        env_args={n: {"harness": {"id": "tests_envserver_tasks"}, "runtime": {"type": "subprocess"}} for n in ("solver", "judge")},
-    ),
+    source("lone", env_args={"agent": {"retries": ONE_RETRY}}),
+    source("pool", workers=2, env_args={"retries": ONE_RETRY}),
+    source("twoagents", env_id="tests.envserver.two_agents", env_args={"solver": SEAT, "judge": SEAT}),
     source("brief"),
     source("briefpool", workers=2),
     source("pair", replicas=2),

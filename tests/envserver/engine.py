@@ -1,13 +1,14 @@
 """A stand-in for vLLM's generate endpoint, in a thread of the test, with rows that follow from the tokens alone.
 
-Row t depends on the tokens up to t, as in a causal model, so tests know the truth of any sequence (``routing_of``, ``head_of``, ``mask_of``) without
-asking how it came about. Replies have the form of vLLM 0.32. Faults are set on the object: requests can be held at a gate, fail, or
-lose or damage a field.
+Row t depends on the tokens up to t, as in a causal model, so tests know the truth of any sequence (``routing_of``, ``head_of``,
+``mask_of``) without asking how it came about. Replies have the form of vLLM 0.32. Faults are set on the object: requests can be held
+at a gate, fail, or lose or damage a field.
 """
 
 import asyncio
 import base64
 import io
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class Engine:
         self._open.set()
         self._held = threading.Condition(self._lock)
         self.held = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self.port = 0
@@ -101,6 +102,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
 
@@ -123,20 +125,20 @@ class Engine:
             assert self._held.wait_for(lambda: self.held >= count, deadline_s), f"{self.held} requests wait, {count} expected"
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        loop = self._loop = asyncio.new_event_loop()
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app)
-        self._loop.run_until_complete(runner.setup())
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
-        self._loop.run_until_complete(site.start())
+        loop.run_until_complete(site.start())
         self.port = runner.addresses[0][1]
         self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": 100_000}]})
@@ -217,6 +219,4 @@ def _npy(rows: NDArray[np.uint8]) -> str:
 
 
 def _compact(value: Any) -> str:
-    import json
-
     return json.dumps(value, separators=(",", ":"))

@@ -13,25 +13,29 @@ from fsref.config import Config, load
 from fsref.envserver import install, resources, worker
 from fsref.envserver.main import serve
 from fsref.errors import FsrefError, StoreFull
-from fsref.store import Buffer, Deletion, Entry, ObjectFile, Store
+from fsref.store import Buffer, Entry, ObjectFile, Store
 
 DEADLINE_S = 60.0
 
 
 class ControlledStore(Store):
-    """A store whose puts of objects can be held (``hold-put``) or refused (``fail-put``: how many succeed first)."""
+    """A store whose puts of objects can be held (``hold-put``) or refused (``fail-put``: how many more succeed)."""
 
     def __init__(self, inner: Store, control: Path) -> None:
         self.inner, self.control = inner, control
         self.url, self.posix_path = inner.url, inner.posix_path
-        self.puts = 0
+
+    def _spend(self, name: str) -> None:
+        limit = self.control / "fail-put"
+        if limit.exists():
+            left = int(limit.read_text())
+            if left == 0:
+                raise StoreFull(f"no space for {name}")
+            limit.write_text(str(left - 1))
 
     def put(self, name: str, buffers: Sequence[Buffer], *, durability: Any = "node") -> None:
         if name.endswith(".zip"):
-            self.puts += 1
-            limit = self.control / "fail-put"
-            if limit.exists() and self.puts > int(limit.read_text()):
-                raise StoreFull(f"no space for {name}")
+            self._spend(name)
             if (self.control / "hold-put").exists():
                 (self.control / "in-put").touch()
                 end = time.monotonic() + DEADLINE_S
@@ -85,7 +89,7 @@ def main() -> int:
     try:
         serve(load(config), env=env, replica=int(replica), setup=functools.partial(controlled, Path(control)))
     except FsrefError as e:
-        print(f"error: {e}", file=sys.stderr)
+        sys.stderr.write(f"error: {e}\n")
         return 1
     return 0
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fsref.config import Config, EnvSection, RunSection, StoreSection, dump
-from fsref.config import ModelSection
+from fsref.config import Config, EnvSection, ModelSection, RunSection, StoreSection, dump
 from fsref.episodes import EpisodeClient, Target, Task
 from fsref.episodes.address import read
 from fsref.journal.run import RunInfo, create_run

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import verifiers.v1 as vf
-
 from fsref.envserver.demo_tasks import DemoConfig, DemoData, DemoHarness, DemoTask
 
 
@@ -22,9 +21,9 @@ class BreakingTaskset(vf.Taskset[BreakingTask, DemoConfig]):
 
 
 class BreakingHarness(DemoHarness):
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> Any:
-        result = await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
-        if data.fail:
+    async def launch(self, *args: Any) -> Any:
+        result = await super().launch(*args)
+        if args[-1].fail:
             raise RuntimeError("broken on purpose")
         return result
 

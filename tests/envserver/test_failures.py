@@ -1,0 +1,283 @@
+"""Every way in which an episode's reply can fail to reach its client, or its server can end: nothing may be left, or lost.
+
+The table of verifiers' failure paths is in docs/env-servers.md; each test names its row. ``replica`` runs a test on a lone worker and on a
+broker with two.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from fsref.episodes import Episode
+from fsref.episodes.client import EpisodeClient
+from fsref.errors import ReplicaDown, StoreFull
+
+from tests.envserver.engine import Engine
+from tests.envserver.support import ROOT, SAMPLING, Abandoned, Replica, Run, task, until, until_async, with_client
+
+
+def start(client: EpisodeClient, run: Run, **data: object) -> "asyncio.Task[Episode]":
+    return asyncio.create_task(client.run(task(**data), target=run.target, sampling=SAMPLING))
+
+
+async def cancelled(running: "asyncio.Task[Episode]") -> None:
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+class Ledger:
+    """What the env servers' journals say since it was made."""
+
+    def __init__(self, run: Run, *labels: str) -> None:
+        self._run, self._labels = run, labels
+        self._before = run.ledger(*labels)
+        self.objects = run.objects()
+
+    def new(self) -> Counter[str]:
+        return self._run.ledger(*self._labels) - self._before
+
+    def settled(self) -> bool:
+        return self._run.settled(self.objects)
+
+
+@pytest.fixture
+def ledger(run: Run, replica: Replica) -> Ledger:
+    """From before the test on."""
+    return Ledger(run, replica.env)
+
+
+async def first_episode(client: EpisodeClient, run: Run) -> Episode:
+    """Warms the worker up, so that what follows waits for its own events alone."""
+    return await client.run(task(), target=run.target, sampling=SAMPLING)
+
+
+def test_cancel_while_the_model_is_sampling(run: Run, replica: Replica, engine: Engine, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        with engine.gate():
+            running = start(client, run)
+            await asyncio.to_thread(engine.wait_held, 1)
+            await cancelled(running)
+            await until_async(lambda: engine.held == 0, "the server gives its request to the engine up")
+
+    abandoned: Abandoned = []
+    with_client(run, replica.env, body, abandoned=abandoned)
+    until(ledger.settled, "nothing is left")
+    assert (ledger.new(), abandoned) == (Counter(), [])
+
+
+def test_cancel_while_an_object_is_written(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        replica.set("hold-put")
+        running = start(client, run)
+        await until_async(lambda: replica.reached("in-put"), "a put begins")
+        await cancelled(running)
+        await until_async(lambda: client.counts()[f"{replica.env}-0"].in_flight == 0, "the run is over")
+        replica.clear("hold-put")
+
+    with_client(run, replica.env, body)
+    until(lambda: ledger.new() == Counter(kept=1, never_sent=1), "the object is dropped by the thread that wrote it")
+    until(ledger.settled, "nothing is left")
+
+
+def test_cancel_between_two_objects(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        replica.set("hold-put")
+        running = start(client, run, turns=2, fork=True)
+        await until_async(lambda: replica.reached("in-put"), "the first put begins")
+        await cancelled(running)
+        replica.clear("hold-put")
+
+    with_client(run, replica.env, body)
+    until(lambda: ledger.new()["never_sent"] == ledger.new()["kept"] >= 1, "what was kept is dropped")
+    until(ledger.settled, "nothing is left")
+
+
+def test_cancel_in_the_final_flush(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        replica.set("hold-flush")
+        running = start(client, run)
+        await until_async(lambda: replica.reached("in-flush"), "the last delta is about to leave")
+        assert ledger.new() == Counter(kept=1)
+        await cancelled(running)
+        await until_async(lambda: ledger.new() == Counter(kept=1, never_sent=1), "the object is dropped")
+        replica.clear("hold-flush")
+
+    abandoned: Abandoned = []
+    with_client(run, replica.env, body, abandoned=abandoned)
+    until(ledger.settled, "nothing is left")
+    assert abandoned == []
+
+
+def test_cancel_after_the_reply_is_a_nack(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        episode = await first_episode(client, run)
+        assert set(episode.objects) <= run.objects()
+        (connection,) = [r.client for r in client._replicas.values()]
+        await connection._send_cancel(episode.request_id)
+        await until_async(lambda: ledger.new() == Counter(kept=1, abandoned=1), "the worker drops it")
+
+    with_client(run, replica.env, body)
+    until(ledger.settled, "nothing is left")
+
+
+def test_a_second_cancel_after_the_reply_removes_nothing_more(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        first, second = await first_episode(client, run), await first_episode(client, run)
+        (connection,) = [r.client for r in client._replicas.values()]
+        for _ in range(2):
+            await connection._send_cancel(first.request_id)
+        await connection._send_cancel("0" * 32)
+        await until_async(lambda: ledger.new() == Counter(kept=2, abandoned=1), "one object is dropped once")
+        assert await connection.health(timeout=20)
+        assert ledger.new() == Counter(kept=2, abandoned=1)
+        await connection._send_cancel(second.request_id)
+
+    with_client(run, replica.env, body)
+    until(ledger.settled, "nothing is left")
+
+
+def test_a_reply_that_its_caller_cancels_while_it_is_decoded_is_handed_over(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        await first_episode(client, run)
+        (connection,) = [r.client for r in client._replicas.values()]
+        decode, entered = connection._decode, asyncio.Event()
+
+        async def slow(*args: Any) -> Any:
+            entered.set()
+            await asyncio.Event().wait()
+            return await decode(*args)
+
+        connection._decode = slow
+        running = start(client, run)
+        await entered.wait()
+        await cancelled(running)
+
+    abandoned: Abandoned = []
+    with_client(run, replica.env, body, abandoned=abandoned)
+    ((request_id, objects),) = abandoned
+    assert len(request_id) == 32
+    assert set(objects) < run.objects() - ledger.objects, "it stays until the client's ledger drops it"
+    assert ledger.new() == Counter(kept=2)
+
+
+CLIENT = """
+import asyncio, sys
+from pathlib import Path
+from fsref.config import load
+from fsref.episodes import EpisodeClient, Target
+from tests.envserver.support import SAMPLING, task
+
+async def main(folder, env, engine, uuid):
+    config = load(folder / "config.json")
+    table = next(e for e in config.env if e.name == env)
+    async with EpisodeClient(env=table, envs_dir=folder / "envs", run_uuid=uuid, abandoned=print) as client:
+        await client.start(deadline_s=30)
+        target = Target(base_url=engine, model="policy", tokenizer=config.model.path)
+        await client.run(task(turns=3), target=target, sampling=SAMPLING)
+
+asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))
+"""
+
+
+def client_process(run: Run, env: str) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-c", CLIENT, str(run.folder), env, run.engine.url, run.info.run_uuid]
+    return subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "*"})
+
+
+def test_a_client_that_is_killed_while_the_model_is_sampling(run: Run, replica: Replica, engine: Engine, ledger: Ledger) -> None:
+    with engine.gate():
+        client = client_process(run, replica.env)
+        engine.wait_held(1)
+        client.kill()
+        client.wait(20)
+    # The next delta finds no client and ends the run: the engine is not asked for all three turns, or what was kept is dropped.
+    until(lambda: len(engine.requests) < 3 or ledger.new()["kept"] == ledger.new()["abandoned"] + ledger.new()["never_sent"], "the end")
+
+    async def after(client: EpisodeClient) -> Episode:
+        return await first_episode(client, run)
+
+    episode = with_client(run, replica.env, after)
+    until(lambda: run.settled(ledger.objects | set(episode.objects)), "only the next client's object is left")
+
+
+def test_a_client_that_is_killed_while_its_object_is_written(run: Run, replica: Replica, ledger: Ledger) -> None:
+    replica.set("hold-put")
+    client = client_process(run, replica.env)
+    until(lambda: replica.reached("in-put"), "the put begins")
+    client.kill()
+    client.wait(20)
+    replica.clear("hold-put")
+    until(lambda: ledger.new()["kept"] == 1, "the object was written")
+    until(lambda: ledger.new()["abandoned"] + ledger.new()["never_sent"] == 1, "it is dropped, because nobody can take it")
+    until(ledger.settled, "nothing is left")
+
+
+def test_a_full_store_ends_the_episode_and_leaves_nothing(run: Run, replica: Replica, ledger: Ledger) -> None:
+    replica.set("fail-put", "1")
+
+    async def body(client: EpisodeClient) -> None:
+        with pytest.raises(StoreFull, match=r"branch \w+/1: no space for obj/"):
+            await client.run(task(turns=2, fork=True), target=run.target, sampling=SAMPLING)
+        replica.clear("fail-put")
+        assert ledger.new() == Counter(kept=1, encode_error=1)
+        assert (await first_episode(client, run)).ok
+
+    with_client(run, replica.env, body)
+    until(lambda: len(run.objects() - ledger.objects) == 1, "only the last episode's object is left")
+
+
+@pytest.mark.parametrize("where", ["engine", "put"])
+def test_a_worker_that_dies_ends_its_replica(run: Run, engine: Engine, where: str) -> None:
+    replica = run.start("briefpool")
+    ledger = Ledger(run, "briefpool")
+
+    async def body(client: EpisodeClient) -> None:
+        await first_episode(client, run)
+        if where == "put":
+            replica.set("hold-put")
+        with engine.gate() if where == "engine" else nullcontext():
+            running = start(client, run)
+            if where == "engine":
+                await asyncio.to_thread(engine.wait_held, 1)
+            else:
+                await until_async(lambda: replica.reached("in-put"), "a put begins")
+            for pid in replica.workers:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ReplicaDown, match="briefpool-0"):
+                await running
+
+    with_client(run, "briefpool", body)
+    assert replica.process.wait(30) == 1
+    assert "error: env server briefpool-0: worker process" in replica.log
+    assert not list((run.folder / "envs" / "train").glob("briefpool.*")), "its address is taken back"
+    assert ledger.new() == Counter(kept=1), "what the dead worker had not finished has no receipt; what is left is its adopter's"
+
+
+@pytest.mark.parametrize("env", ["brief", "briefpool"])
+def test_sigterm_while_an_object_is_written(run: Run, engine: Engine, env: str) -> None:
+    del engine
+    replica = run.start(env)
+    ledger = Ledger(run, env)
+
+    async def body(client: EpisodeClient) -> Episode:
+        kept = await first_episode(client, run)
+        replica.set("hold-put")
+        running = start(client, run)
+        await until_async(lambda: replica.reached("in-put"), "a put begins")
+        replica.process.send_signal(signal.SIGTERM)
+        replica.clear("hold-put")
+        with pytest.raises((ReplicaDown, asyncio.CancelledError)):
+            await running
+        return kept
+
+    kept = with_client(run, env, body)
+    assert replica.process.wait(30) == 0, replica.log
+    assert ledger.new() == Counter(kept=2, never_sent=1)
+    assert run.settled(ledger.objects | set(kept.objects)), "what a client took stays"

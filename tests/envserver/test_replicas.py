@@ -1,0 +1,75 @@
+"""Several replicas of one source: where runs go, and what happens when one dies and comes back."""
+
+import asyncio
+import os
+import signal
+
+import msgspec
+import pytest
+from fsref.episodes import Episode, EpisodeClient
+from fsref.episodes.address import address_path, publish, read
+from fsref.errors import ReplicaDown
+
+from tests.envserver.engine import Engine
+from tests.envserver.support import SAMPLING, Run, task, until_async, with_client
+
+
+def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: Run, engine: Engine) -> None:
+    replicas = [run.start("pair", n) for n in range(2)]
+
+    async def body(client: EpisodeClient) -> None:
+        def go() -> "asyncio.Task[Episode]":
+            return asyncio.create_task(client.run(task(), target=run.target, sampling=SAMPLING))
+
+        with engine.gate():
+            running = [go() for _ in range(4)]
+            await asyncio.to_thread(engine.wait_held, 4)
+            assert {label: c.in_flight for label, c in client.counts().items()} == {"pair-0": 2, "pair-1": 2}
+            os.kill(replicas[0].process.pid, signal.SIGKILL)
+            replicas[0].process.wait(20)
+            await until_async(lambda: client.counts()["pair-0"].deaths == 1, "the death is seen")
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert sorted(type(r).__name__ for r in results) == ["Episode", "Episode", "ReplicaDown", "ReplicaDown"]
+        dead = client.counts()["pair-0"]
+        assert (dead.alive, dead.in_flight, dead.failed, dead.finished) == (False, 0, 2, 0)
+        assert (await go()).replica == "pair-1"
+        await asyncio.to_thread(run.start, "pair", 0)
+        await until_async(lambda: client.counts()["pair-0"].alive, "its successor is taken back")
+        assert (await go()).replica == "pair-0"
+
+    with_client(run, "pair", body)
+    for replica in run.replicas:
+        if replica.env == "pair":
+            replica.process.kill()
+
+
+def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(run: Run, engine: Engine) -> None:
+    del engine
+    path = address_path(run.folder / "envs", split="train", name="brief", node="local-7")
+    replica = run.start("brief")
+    alive = read(address_path(run.folder / "envs", split="train", name="brief", node="local-0"))
+    assert alive is not None
+    gone = msgspec.structs.replace(alive, label="brief-7", pid=2**22 + 1, nonce="0" * 16)
+    publish(path, gone)
+    publish(path.with_name("brief.local-8.address"), msgspec.structs.replace(alive, label="brief-8", run_uuid="0" * 32, nonce="1" * 16))
+
+    async def body(client: EpisodeClient) -> None:
+        assert (await client.run(task(), target=run.target, sampling=SAMPLING)).ok
+        assert set(client.counts()) == {"brief-0"}
+
+    try:
+        with_client(run, "brief", body)
+    finally:
+        path.unlink()
+        path.with_name("brief.local-8.address").unlink()
+    assert replica.stop() == 0
+
+
+def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:
+    async def go() -> None:
+        table = next(e for e in run.config.env if e.name == "brief")
+        async with EpisodeClient(env=table, envs_dir=run.folder / "none", run_uuid=run.info.run_uuid, abandoned=lambda *_: None) as client:
+            await client.start(deadline_s=0.3)
+
+    with pytest.raises(ReplicaDown, match=r"env 'brief': 1 replicas needed within 0.3 s, found none at .*/none/train/brief"):
+        asyncio.run(go())

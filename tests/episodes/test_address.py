@@ -1,0 +1,82 @@
+"""Address files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from fsref.episodes import address
+from fsref.errors import BadRef
+
+UUID = "0" * 32
+
+
+def record(**changes: object) -> address.Address:
+    return msgspec.structs.replace(address.here(run="r1", run_uuid=UUID, address="tcp://127.0.0.1:5", label="demo-0"), **changes)
+
+
+def test_a_published_record_is_found_under_its_source(tmp_path: Path) -> None:
+    path = address.address_path(tmp_path, split="train", name="demo", node="local-0")
+    assert path == tmp_path / "train" / "demo.local-0.address"
+    address.publish(path, record(nonce="1" * 16))
+    newer = record(nonce="2" * 16)
+    address.publish(path, newer)
+    address.publish(address.address_path(tmp_path, split="train", name="demo-two", node="local-0"), record())
+    assert address.find(tmp_path, split="train", name="demo") == [(path, newer)]
+    assert address.find(tmp_path, split="eval", name="demo") == []
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
+
+
+def test_only_the_own_record_is_withdrawn(tmp_path: Path) -> None:
+    path = address.address_path(tmp_path, split="train", name="demo", node="local-0")
+    old, new = record(nonce="1" * 16), record(nonce="2" * 16)
+    address.publish(path, new)
+    address.withdraw(path, old)
+    assert address.read(path) == new
+    address.withdraw(path, new)
+    assert address.read(path) is None
+    address.withdraw(path, new)
+
+
+@pytest.mark.parametrize("text", ["", "tcp://127.0.0.1:5", "{}", "[1]", '{"v": 1}'])
+def test_anything_else_is_refused_and_not_found(tmp_path: Path, text: str) -> None:
+    path = address.address_path(tmp_path, split="train", name="demo", node="local-0")
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(BadRef, match="is not an address file"):
+        address.read(path)
+    assert address.find(tmp_path, split="train", name="demo") == []
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train" / "demo.local-0.address"
+    address.publish(path, record(v=2))
+    with pytest.raises(BadRef, match="has format 2, this version reads 1"):
+        address.read(path)
+
+
+def test_this_process_is_not_stale_and_one_of_another_run_is() -> None:
+    assert not address.stale(record(), run_uuid=UUID)
+    assert address.stale(record(), run_uuid="1" * 32)
+
+
+def test_a_process_that_ended_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        start = address.process_start(child.pid)
+        assert start is not None
+        child_record = record(pid=child.pid, pstart=start)
+        assert not address.gone(child_record)
+        child.kill()
+        child.wait(20)
+    assert address.gone(child_record)
+
+
+@pytest.mark.parametrize("changes", [{"pstart": 1}, {"boot_id": "another"}])
+def test_a_pid_of_another_process_or_boot_is_gone(changes: dict[str, object]) -> None:
+    assert address.gone(record(pid=os.getpid(), **changes))
+
+
+def test_of_another_host_nothing_is_known() -> None:
+    assert not address.gone(record(host="elsewhere", pid=1, pstart=1, boot_id="another"))
