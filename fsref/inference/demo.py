@@ -1,7 +1,7 @@
 """The demo server: HTTP in front of the engine, in vLLM's native wire form.
 
-Routes: ``POST /inference/v1/generate``, ``GET /v1/models``, ``GET /health``, and of vLLM's development API
-``POST /collective_rpc`` (``reload_weights``) and ``POST /reset_prefix_cache`` (no prefix is cached: nothing to do).
+Routes: ``POST /inference/v1/generate``, ``GET /v1/models``, ``GET /health``, ``GET /load`` (sequences that run or wait), and of vLLM's
+development API ``POST /collective_rpc`` (``reload_weights``) and ``POST /reset_prefix_cache`` (no prefix is cached: nothing to do).
 A client that hangs up takes its sequences out of the batch. With ``routes_log`` the server writes each completion's tokens and
 experts to a file of its own, so that a later check of router replay does not rest on what travelled through the pipeline.
 """
@@ -63,6 +63,7 @@ class DemoServer:
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/load", self._load, methods=["GET"]),
                 Route("/collective_rpc", self._collective_rpc, methods=["POST"]),
                 Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
             ]
@@ -129,6 +130,9 @@ class DemoServer:
 
     async def _health(self, _: HttpRequest) -> Response:
         return Response(status_code=200 if self._engine.alive else 503)
+
+    async def _load(self, _: HttpRequest) -> Response:
+        return Response(msgspec.json.encode({"server_load": self._engine.load}), media_type=_JSON)
 
     async def _reset_prefix_cache(self, _: HttpRequest) -> Response:
         return Response(status_code=200)

@@ -178,6 +178,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[_Sequence | _Reload | _Stop] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._open: set[Future[Completion]] = set()
         self._closed = threading.Event()
         self.ended: Future[None] = Future()
         """Done when the thread ended, by ``close`` or by an error."""
@@ -195,10 +196,17 @@ class Engine:
         """Whether requests are still served."""
         return self._thread.is_alive() and not self._closed.is_set()
 
+    @property
+    def load(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._open)
+
     def submit(self, request: Request) -> "Future[Completion]":
         """Queues a request. Cancelling the future takes the sequence out of the batch before its next step."""
         assert len(request.prompt) + request.tokens_max <= self.context, "parsed requests fit"
         future: Future[Completion] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
         self._put(_Sequence(request, future))
         return future
 
