@@ -35,8 +35,7 @@ class ConsumerHolder(Holder):
             try:
                 self._check_alone()
             except FsrefError:
-                self._closed = True
-                self._finish(deadline_s=0.0, counters={})
+                self._give_up()
                 raise
         self._adopted: dict[str, Adopted] = {}
         self._rights = ConsumerRights(self.inc, strict=self._section.strict)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fsref.errors import Fenced
+from fsref.errors import Fenced, StoreError
 from fsref.journal.file import now_ms
 from fsref.ledger import records
 from fsref.ledger.ids import pack_seqs
@@ -21,7 +21,11 @@ class EnvHolder(Holder):
         super()._open()
         self._rights = EnvRights(self.inc, strict=self._section.strict)
         self._bytes = 0
-        probe(self._store, self.inc)
+        try:
+            probe(self._store, self.inc)
+        except StoreError:
+            self._give_up()
+            raise
 
     def next_seq(self) -> int:
         """Mints the next sequence number of this incarnation."""

@@ -70,6 +70,11 @@ class Holder:
             self._journal.close()
         return pending
 
+    def _give_up(self) -> None:
+        """The start failed after the journal was opened: closes it, so that nobody takes this incarnation for a live one."""
+        self._closed = True
+        self._finish(deadline_s=0.0, counters={})
+
     def __enter__(self) -> Self:
         return self
 

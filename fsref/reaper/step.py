@@ -28,8 +28,7 @@ class StepHolder(Holder):
         try:
             released = self._succeed()
         except FsrefError:
-            self._closed = True
-            self._finish(deadline_s=0.0, counters={})
+            self._give_up()
             raise
         self._rights = StepRights(self.inc, strict=self._section.strict, released=released)
         self._count = dict.fromkeys(("steps_taken", "steps_used", "steps_dropped", "steps_done", "missed"), 0)

@@ -1,0 +1,50 @@
+"""``run.json``: created once, checked ever after."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from fsref.errors import BadRef, RunMismatch
+from fsref.journal import create_run, read_run
+from fsref.refs import Schema, sampling_mask, top_logprobs
+from fsref.store import open_root
+
+ONE = Schema((top_logprobs(),))
+
+
+def test_a_run_is_created_once_and_opened_again(tmp_path: Path) -> None:
+    with open_root(str(tmp_path), run="r1", create=True) as store:
+        made = create_run(store, "r1", ONE)
+        assert create_run(store, "r1", ONE) == made == read_run(store)
+        assert len(made.run_uuid) == 32
+
+
+def test_another_schema_or_another_run_is_refused(tmp_path: Path) -> None:
+    with open_root(str(tmp_path), run="r1", create=True) as store:
+        create_run(store, "r1", ONE)
+        with pytest.raises(RunMismatch, match="other fields or codec"):
+            create_run(store, "r1", Schema((top_logprobs(), sampling_mask())))
+        with pytest.raises(RunMismatch, match="holds the run 'r1'"):
+            create_run(store, "r2", ONE)
+
+
+def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with open_root(str(tmp_path), run="r1", create=True) as store, pytest.raises(RunMismatch, match="holds no run"):
+        read_run(store)
+
+
+def test_an_illegal_run_id_is_refused_before_any_file(tmp_path: Path) -> None:
+    with open_root(str(tmp_path), run="r1", create=True) as store:
+        with pytest.raises(BadRef):
+            create_run(store, "../r1", ONE)
+        assert list(tmp_path.rglob("*.json")) == []
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"run_uuid": "short"}, {"run": "A"}, {"more": 1}])
+def test_a_file_of_another_form_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    with open_root(str(tmp_path), run="r1", create=True) as store:
+        create_run(store, "r1", ONE)
+        data = msgspec.json.decode(store.read("run.json", bytes_max=1 << 20)) | change
+        store.replace("run.json", msgspec.json.encode(data))
+        with pytest.raises(RunMismatch):
+            read_run(store)
