@@ -1,10 +1,7 @@
 """The policy: loading it, and its packed forward.
 
-Owns the only calls into transformers. Refuses padding to a rectangle: sequences of a micro batch are packed one after the other
-(shape [1, T]), and each sees itself alone.
-
-Packing relies on transformers' own rule: without an attention mask and without a cache, position ids that do not go on by one start a
-new sequence, and the attention mask is block-diagonal (sdpa, eager) or cut by lengths (flash attention).
+Owns loading, the packed forward and saving. Refuses padding to a rectangle: sequences of a micro batch are packed one after the other
+(shape [1, T]), position ids restart with each, and each sees itself alone (``attention``).
 """
 
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 
 from fsref.errors import ConfigError, MissingExtra
 from fsref.tensors import PackedMicroBatch
+from fsref.trainer import attention
 
 try:
     from transformers import AutoModelForCausalLM
@@ -38,7 +36,9 @@ def load_policy(folder: Path, *, device: torch.device) -> nn.Module:
         raise ConfigError(f"no model in {str(folder)!r} (config.json is missing): set model.path, or start the run with `fsref run`")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
+        )
     except (OSError, ValueError) as e:
         raise ConfigError(f"the model in {str(folder)!r} cannot be loaded: {e}") from e
     model.config.use_cache = False
@@ -57,6 +57,7 @@ def logits_at(model: nn.Module, batch: PackedMicroBatch, rows_N: Tensor, *, dtyp
             position_ids=batch.position_ids.unsqueeze(0),
             use_cache=False,
             logits_to_keep=rows_N - 1,
+            **{attention.LENGTHS: batch.cu_seqlens.diff().tolist()},
         )
     return cast("Tensor", output.logits[0])
 

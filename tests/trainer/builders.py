@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
+from fsref.trainer import attention
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -40,7 +41,7 @@ def tiny_config(**changes: Any) -> Qwen3MoeConfig:
 
 def tiny_model(seed: int = 0, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    model: nn.Module = Qwen3MoeForCausalLM(tiny_config(**changes))
+    model: nn.Module = Qwen3MoeForCausalLM(tiny_config(**changes, attn_implementation=attention.NAME))
     return model
 
 

@@ -42,6 +42,22 @@ def test_a_packed_forward_equals_one_forward_per_sequence() -> None:
     torch.testing.assert_close(together.sums, sums, rtol=1e-4, atol=1e-4)
 
 
+def test_a_packed_forward_equals_transformers_own_attention() -> None:
+    model = tiny_model()
+    sequences = random_sequences(LENGTHS, seed=5)
+    batch = packed(sequences, trained=[[0] + [1] * (len(s) - 1) for s in sequences])
+    ours = logits_at(model, batch, trained_rows(batch), dtype=torch.float32)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    theirs = torch.cat([model(input_ids=torch.tensor([s]), use_cache=False).logits[0, :-1] for s in sequences if len(s) > 1])
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_a_sliding_window_is_refused() -> None:
+    batch = packed([[1, 2, 3]], trained=[[0, 1, 1]])
+    with pytest.raises(ConfigError, match="window of 2 tokens"):
+        logits_at(tiny_model(use_sliding_window=True, sliding_window=2), batch, trained_rows(batch), dtype=torch.float32)
+
+
 def test_a_change_in_one_sequence_reaches_no_other() -> None:
     model = tiny_model()
     sequences = random_sequences((6, 8), seed=2)
