@@ -19,6 +19,7 @@ from fsref.pipeline.metrics import Follower
 from fsref.pipeline.prepare import make_model, make_run_dir, make_run_file
 from fsref.pipeline.processes import Child, Command, Family
 from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
+from fsref.reaper import Verdict
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _settle(config: Config, board: Board, *, ended: bool) -> int:
             raise
         board.say(f"no audit: {e}")
         return 1
-    if found is not None and not ended:
+    if found is not None and found.verdict is not Verdict.PROVED and not ended:
         board.say(f"to remove what is left and end the run: fsref close {config.run.run_dir}")
     return found.exit_code if found is not None else 1
 

@@ -74,10 +74,11 @@ def _left_open(journal: Path, pids: set[int]) -> bool:
 
 
 def settle(config: Config, say: Callable[[str], None], *, ended: bool) -> Audit | None:
-    """The audit of the stopped run, told line by line; None if no run was made.
+    """The audit of the stopped run, told line by line; None if no run was made. Every process of the run was waited for.
 
-    ``ended``: the run came to its planned end and every process of it was waited for. What a replica that died late left behind is
-    removed then, as ``fsref close`` would; after a failure it stays, so that the run can be looked into, recovered or closed.
+    What is left is removed first, as ``fsref close`` would, if the run ``ended`` as planned (a replica that died late may leave something)
+    or if it never published a step, so that there is nothing to go on from. Else it stays, so that the run can be looked into,
+    recovered or closed.
     """
     with open_root(config.run.root, run=config.run.id, settings=config.store) as store:
         try:
@@ -85,8 +86,9 @@ def settle(config: Config, say: Callable[[str], None], *, ended: bool) -> Audit 
         except RunMismatch:
             return None  # it failed before run.json was made
         found = audit(store, ledger_dir(config), run=info.run, run_uuid=info.run_uuid)
-        if ended and found.verdict is Verdict.BALANCED:
-            say("removing what dead processes left")
+        sound = found.verdict is Verdict.BALANCED or not ledger_dir(config).exists()  # no journal yet: nothing was ever kept
+        if sound and (ended or next(store.list("steps"), None) is None):
+            say("removing what the stopped processes left")
             found = close_run(store, ledger_dir(config), run=info)
     for line in found.render():
         say(line)

@@ -6,11 +6,13 @@ orchestrator and the trainer end with 0 when the run is done, every other end st
 
 import contextlib
 import http.client
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Protocol, Self
 from urllib.parse import urlsplit
@@ -22,6 +24,8 @@ from fsref.pipeline.logs import last_error
 from fsref.pipeline.processes import Child, Command, Family, Hurry
 
 TICK_S: Final = 0.1
+FREE_BYTES_MIN: Final = 64 << 10
+"""Below this a role that died in silence is taken to have found the disk full."""
 STOP_ORDER: Final = (Part.ORCHESTRATOR, Part.TRAINER, Part.ENV, Part.INFERENCE)
 """The orchestrator gives back what it holds while the others still answer; inference goes last."""
 ENDS_THE_RUN: Final = frozenset({Part.ORCHESTRATOR, Part.TRAINER})
@@ -214,5 +218,16 @@ def describe(child: Child, code: int) -> str:
     """``trainer/rank_1 exited with code 1: error: ...; log: ...``."""
     command = child.command
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    line = last_error(command.log, start=child.log_start)
+    line = last_error(command.log, start=child.log_start) or _why_silent(command.log)
     return f"{command.name} {how}{': ' + line if line else ''}; log: {command.log}"
+
+
+def _why_silent(log: Path) -> str:
+    """A full disk takes the role's last words with it."""
+    try:
+        free = os.statvfs(log.parent)
+    except OSError:
+        return ""
+    if free.f_bavail * free.f_frsize < FREE_BYTES_MIN:
+        return f"nothing in its log, and the disk that holds it is full ({free.f_bavail * free.f_frsize} bytes free)"
+    return ""

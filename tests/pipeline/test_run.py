@@ -151,7 +151,7 @@ def test_what_a_replica_left_that_died_while_it_was_stopped_is_removed_at_the_en
     dies = "stop.wait(); Writer(store, run.schema, env).put(Payload(np.arange(3, dtype=np.int32), {'routed_experts': Dense(rows)}))"
     stage.replace(GOOD | {"envs": ENV.replace("{then}", f"{dies}; import os; os.kill(os.getpid(), 9)")})
     assert stage.launch() == 0
-    assert "removing what dead processes left" in stage.said
+    assert "removing what the stopped processes left" in stage.said
     assert "CLOSED  PROVED" in stage.said
     assert not list((stage.run_dir / "obj").glob("*/*"))
     assert len(list((stage.run_dir / "ledger").glob("env.demo-*.dead"))) == 2
@@ -164,7 +164,25 @@ def test_a_roles_failure_is_raised_after_everything_was_stopped_and_audited(stag
     ):
         stage.launch()
     assert "stopping inference" in stage.said
+    assert "CLOSED  PROVED" in stage.said
+    assert not list((stage.run_dir / "obj").glob("*/*"))
+
+
+def test_after_a_failure_the_arrays_of_published_steps_stay(stage: Stage) -> None:
+    published = (
+        ORCHESTRATOR.replace('drop(orc.take(path, objects), "filtered")', "take(path, objects)")
+        + """
+            store.put("steps/step_000000/STEP.json", [b"{}"])
+            import os; os.kill(os.getpid(), 9)
+    """
+    )
+    stage.replace(GOOD | {"orchestrator": published, "trainer": SERVE})
+    with pytest.raises(RoleFailed, match="orchestrator was killed by SIGKILL"):
+        stage.launch()
+    assert len(list((stage.run_dir / "obj").glob("*/*"))) == 2
+    assert "OPEN  BALANCED" in stage.said
     assert f"to remove what is left and end the run: fsref close {stage.run_dir}" in stage.said
+    assert len(list((stage.run_dir / "ledger").glob("orc.*.dead"))) == 1
 
 
 def test_a_signal_stops_the_run_in_order_and_is_the_exit_code(stage: Stage) -> None:

@@ -1,0 +1,46 @@
+"""A disk that is full, as the command meets it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 16 KiB; needs the right to mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def run(root: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fsref", "run", "local.toml", "--run.root", str(root), "--run.id", "r1"]
+    return subprocess.run(command, cwd=root.parent, capture_output=True, text=True, check=False)
+
+
+def test_a_disk_that_fills_while_the_model_is_made_is_one_line(small_disk: Path) -> None:
+    done = run(small_disk)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: model exited with code 1: ")
+    assert "disk that holds it is full" in done.stderr or "No space left" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert not (small_disk / "r1/run.json").exists()
+
+
+def test_a_full_disk_is_one_line_and_no_run_is_left(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(b"x" * 16384)
+    done = run(small_disk)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in small_disk.iterdir()] == ["ballast"]
