@@ -19,11 +19,16 @@ from fsref import __version__
 from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
 from fsref.journal import identity
 from fsref.ledger import records
+from fsref.ledger.ids import pack, pack_parts
 from fsref.ledger.records import AnyRecord
 from fsref.refs import check_incarnation
 
 FILE_MODE: Final = 0o640
 FOLDER_MODE: Final = 0o2770
+SMALL_SET_MAX: Final = 256
+"""So few ids fit one line whatever their producers are."""
+BYTES_PART_MAX: Final = 30_000
+"""Of a piece of a set that is split; ``done`` may carry a second set of that size."""
 _FULL: Final = frozenset({28, 27, 122})  # ENOSPC, EFBIG, EDQUOT
 _DENIED: Final = frozenset({1, 13, 30, 40})  # EPERM, EACCES, EROFS, ELOOP
 _open_journals: "weakref.WeakSet[Journal]" = weakref.WeakSet()
@@ -126,10 +131,19 @@ class Journal:
         """
         lines = [records.encode_line(r) for r in parts]
         with self._lock:
-            self._check()
+            if self._poison:
+                raise JournalPoisoned(self._poison)
             start = self._size
             for line in lines:
-                self._write(line)
+                try:
+                    count = os.write(self._fd, line)
+                except OSError as e:
+                    self._poison = f"append to {self.path} failed: {e.strerror}"
+                    raise JournalPoisoned(self._poison) from e
+                if count != len(line):
+                    self._poison = f"append to {self.path} was short ({count} of {len(line)} bytes): a full disk or a limit"
+                    raise JournalPoisoned(self._poison)
+                self._size += count
             return start
 
     def sync(self) -> None:
@@ -167,17 +181,6 @@ class Journal:
         self._close_fd()
         self._poison = f"{self.path} was opened before a fork: the child must open its own incarnation"
 
-    def _write(self, line: bytes) -> None:
-        try:
-            count = os.write(self._fd, line)
-        except OSError as e:
-            self._poison = f"append to {self.path} failed: {e.strerror}"
-            raise JournalPoisoned(self._poison) from e
-        if count != len(line):
-            self._poison = f"append to {self.path} was short ({count} of {len(line)} bytes): the disk is full or a limit was reached"
-            raise JournalPoisoned(self._poison)
-        self._size += count
-
     def _check(self) -> None:
         if self._poison:
             raise JournalPoisoned(self._poison)
@@ -202,8 +205,11 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def parts_of(make: Callable[[dict[str, str], tuple[int, int] | None], AnyRecord], sets: Sequence[dict[str, str]]) -> list[AnyRecord]:
-    """One record per piece of a split set; a set that fits gets no ``part``."""
+def parts_of(make: Callable[[dict[str, str], tuple[int, int] | None], AnyRecord], object_ids: Sequence[str]) -> list[AnyRecord]:
+    """The record of a set of ids; where it does not fit one line, one record per piece, numbered by ``part``."""
+    if len(object_ids) <= SMALL_SET_MAX:
+        return [make(pack(object_ids), None)]
+    sets = pack_parts(object_ids, bytes_max=BYTES_PART_MAX)
     if len(sets) > records.PARTS_MAX:
         raise LedgerError(f"a set over {len(sets)} records is above the limit of {records.PARTS_MAX}")
     if len(sets) == 1:

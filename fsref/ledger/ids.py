@@ -39,14 +39,23 @@ def sum_of(object_ids: Iterable[str]) -> int:
 
 def split(object_id: str) -> tuple[str, int]:
     """``"inc/seq"`` to its parts; raises ``BadRef`` for anything outside the grammar. Remembers incarnations, so it is cheap."""
-    inc, sep, text = object_id.partition("/")
-    if not sep or len(object_id) > 96 or len(text) > 10 or not text.isascii() or not text.isdigit() or (text[0] == "0" and text != "0"):
+    inc, _, text = object_id.partition("/")
+    if not (text.isdigit() and text.isascii()) or len(text) > 10 or (text[0] == "0" and text != "0") or len(inc) > 80:
         raise BadRef(f"object id {object_id[:96]!r} is not <incarnation>/<seq>")
     return _known_incarnation(inc), int(text)
 
 
+def split_known(object_id: str) -> tuple[str, int]:
+    """``split`` for an id that was checked before."""
+    inc, _, text = object_id.partition("/")
+    return inc, int(text)
+
+
 def pack(object_ids: Iterable[str]) -> dict[str, str]:
     """The packed form of a set of ids; duplicates collapse, order does not matter."""
+    if isinstance(object_ids, list) and len(object_ids) == 1:
+        inc, seq = split(object_ids[0])
+        return {inc: str(seq)}
     by_producer: dict[str, list[int]] = {}
     for object_id in object_ids:
         inc, seq = split(object_id)

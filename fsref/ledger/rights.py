@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from fsref.errors import DoubleDrop, NotHolder, StepError, StepReleased
-from fsref.ledger.ids import SeqSet, split
+from fsref.ledger.ids import SeqSet, split, split_known
 
 REQUESTS_MAX: Final = 65_536
 """Requests whose ids an env worker remembers after the reply; older ones are settled by adoption."""
@@ -51,7 +51,7 @@ class EnvRights:
 
     def sent(self, request_id: str, object_ids: Iterable[str]) -> None:
         """The reply with these ids goes to the transport now: from here on only a nack gives the right back."""
-        seqs = tuple(self._own(o) for o in object_ids)
+        seqs = tuple([self._own(o) for o in object_ids])
         for seq in seqs:
             if seq not in self.unsent:
                 raise NotHolder(f"{self.inc}/{seq} cannot be sent: it is not kept here, was dropped, or was sent before")
@@ -163,11 +163,12 @@ class ConsumerRights:
     def drop(self, object_ids: Iterable[str]) -> list[str]:
         """Ids to drop now. A second drop is suppressed and counted, or ``DoubleDrop`` if strict; ``NotHolder`` for anything else."""
         ids = list(dict.fromkeys(object_ids))
-        fresh = [o for o in ids if o in self.held]
+        held = self.held
+        fresh = [o for o in ids if o in held]
         if len(fresh) != len(ids):
             self._settle_repeats([o for o in ids if o not in self.held])
         for object_id in fresh:
-            inc, seq = split(object_id)
+            inc, seq = split_known(object_id)
             del self.held[object_id]
             dropped = self._dropped.get(inc)
             if dropped is None:

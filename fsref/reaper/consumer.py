@@ -10,7 +10,7 @@ from fsref.journal.file import now_ms, parts_of
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
-from fsref.ledger.ids import pack_parts, sum_of
+from fsref.ledger.ids import sum_of
 from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
@@ -66,7 +66,7 @@ class ConsumerHolder(Holder):
             if fresh:
                 self._count["taken"] += len(fresh)
                 self._count["taken_bytes"] += sum(sizes[o] for o in fresh)
-                self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request_id, piece, part), pack_parts(fresh)))
+                self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request_id, piece, part), fresh))
             return fresh
 
     def drop(self, object_ids: Iterable[str], reason: str) -> int:
@@ -93,9 +93,7 @@ class ConsumerHolder(Holder):
             self._deleter.fence()
             ids = self._rights.ship(step, sizes)
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
-            self._journal.append(
-                *parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), pack_parts(ids))
-            )
+            self._journal.append(*parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
             self._count["shipped"] += n
             self._count["shipped_bytes"] += byte_count
         self._journal.sync()

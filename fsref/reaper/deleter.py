@@ -18,7 +18,7 @@ from fsref.errors import Fenced, FsrefError
 from fsref.journal.file import Journal, now_ms, parts_of
 from fsref.journal.markers import is_adopted, read_adopted
 from fsref.ledger import records
-from fsref.ledger.ids import ids_of, pack, pack_parts
+from fsref.ledger.ids import ids_of, pack
 from fsref.reaper.delete import back_off_s, delete_once
 from fsref.store.base import Store
 
@@ -32,6 +32,7 @@ class Deleter:
         self._queue: deque[tuple[str, int]] = deque()  # id, attempts so far
         self._retry: list[tuple[float, int, str, int]] = []  # due, tie, id, attempts so far
         self._busy = 0
+        self._idle = False
         self._stopping = False
         self._deadline = 0.0
         self._failure: FsrefError | None = None
@@ -62,7 +63,8 @@ class Deleter:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fsref-deleter-{self._journal.inc}", daemon=True)
                 self._thread.start()
-            self._wake.notify()
+            elif self._idle or len(self._queue) >= self._section.batch_ids_max:
+                self._wake.notify_all()  # else it looks again when the batch's time is up: a wake-up per id costs more than the id
 
     def flush(self, *, deadline_s: float) -> int:
         """Waits until nothing is pending, up to ``deadline_s`` seconds. Returns what still is."""
@@ -116,7 +118,9 @@ class Deleter:
                     timeout = self._retry[0][0] - now if self._retry else None
                 if self._stopping and timeout is not None:
                     timeout = min(timeout, max(0.0, self._deadline - now))
+                self._idle = timeout is None or not self._queue
                 self._wake.wait(timeout)
+                self._idle = False
             batch = [self._queue.popleft() for _ in range(min(size_max, len(self._queue)))]
             self._busy = len(batch)
             return batch
@@ -134,10 +138,13 @@ class Deleter:
             write_done(self._journal, ids, absent=[o for o in ids if o in absent], attempt=attempt)
         now = monotonic()
         with self._wake:
+            waits_s = {
+                a: back_off_s(a + 1, rng=self._rng) for a in {attempts[o] for o in result.failed}
+            }  # ids that failed together stay together
             for object_id in result.failed:
-                attempt = attempts[object_id] + 1
+                attempt = attempts[object_id]
                 self._ties += 1
-                heapq.heappush(self._retry, (now + back_off_s(attempt, rng=self._rng), self._ties, object_id, attempt))
+                heapq.heappush(self._retry, (now + waits_s[attempt], self._ties, object_id, attempt + 1))
             self.done += len(result.done)
             self.absent_first += len([o for o in absent if attempts[o] == 0])
             self.retried += len(result.failed)
@@ -157,12 +164,12 @@ def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[
     def make(piece: dict[str, str], part: tuple[int, int] | None) -> records.AnyRecord:
         return records.Done(now_ms(), i=piece, a=_within(piece, absent), k=attempt, part=part)
 
-    journal.append(*parts_of(make, pack_parts(object_ids, bytes_max=25_000)))
+    journal.append(*parts_of(make, object_ids))
 
 
 def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reason) -> None:
     """Appends ``drop`` for ids; splits where they do not fit one record."""
-    journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), pack_parts(object_ids)))
+    journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), object_ids))
 
 
 def _within(piece: dict[str, str], absent: Sequence[str]) -> dict[str, str]:
