@@ -8,7 +8,7 @@ A step file is published after the ledger's ``ship`` record is durable (ledger.m
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectMissing, StepError, StoreUnavailable
+from fsref.ledger.ids import hash64 as hash64
+from fsref.ledger.ids import sum_of as sum_of
 from fsref.refs import PayloadRef, Schema
 from fsref.store import Store
 
@@ -110,16 +112,6 @@ class StepInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The orchestrator's metrics of this step."""
     ms: int = 0
     """Wall clock in milliseconds, for people only."""
-
-
-def hash64(object_id: str) -> int:
-    """blake2b(id, digest_size=8) as a little-endian integer (ledger.md section 3)."""
-    return int.from_bytes(hashlib.blake2b(object_id.encode(), digest_size=8).digest(), "little")
-
-
-def sum_of(object_ids: Iterable[str]) -> int:
-    """Order-free checksum of a set of ids: the sum of ``hash64`` modulo 2**64."""
-    return sum(map(hash64, object_ids)) % (1 << 64)
 
 
 def step_name(step: int) -> str:
