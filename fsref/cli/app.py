@@ -112,12 +112,21 @@ def recover(
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Leave shipped steps above it for a trainer that replays them.")] = False,
     force_dead: ForceDead = None,
     accept_corrupt: Annotated[bool, typer.Option("--accept-corrupt", help="Count damaged journals up to their damage.")] = False,
+    remove_unexpected: Annotated[
+        bool, typer.Option("--remove-unexpected", help="Also remove files under obj/ that no process explains.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Settle a run whose processes died, so that it can go on: adopt what they held and remove what nobody needs."""
     settled = body("fsref.cli.ledger", "recover_main")
     code = settled(
-        run, resume_step=resume_step, keep_steps=keep_steps, force_dead=force_dead or (), accept_corrupt=accept_corrupt, json=json
+        run,
+        resume_step=resume_step,
+        keep_steps=keep_steps,
+        force_dead=force_dead or (),
+        accept_corrupt=accept_corrupt,
+        remove_unexpected=remove_unexpected,
+        json=json,
     )
     raise typer.Exit(code)
 

@@ -29,7 +29,16 @@ def close_main(run: str, *, force_dead: Sequence[str], json: bool) -> int:
     return _judged(run, lambda place, store, info: close_run(store, place.ledger_dir, run=info, force_dead=force_dead), json=json)
 
 
-def recover_main(run: str, *, resume_step: int, keep_steps: bool, force_dead: Sequence[str], accept_corrupt: bool, json: bool) -> int:
+def recover_main(
+    run: str,
+    *,
+    resume_step: int,
+    keep_steps: bool,
+    force_dead: Sequence[str],
+    accept_corrupt: bool,
+    remove_unexpected: bool,
+    json: bool,
+) -> int:
     """Settles what dead processes held, then audits."""
 
     def settle(place: Place, store: Store, info: RunInfo) -> Audit:
@@ -41,6 +50,7 @@ def recover_main(run: str, *, resume_step: int, keep_steps: bool, force_dead: Se
             replay="keep" if keep_steps else "drop",
             force_dead=force_dead,
             accept_corrupt=accept_corrupt,
+            remove_unexpected=remove_unexpected,
         )
         return _audit(place, store, info)
 
