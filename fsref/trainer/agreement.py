@@ -1,6 +1,6 @@
 """Which micro batches of a step train, agreed by all ranks with one all-reduce.
 
-Owns the rule of design.md section 5: a micro batch whose arrays could not be fetched on any rank that trains it is dropped from the loss on
+Owns the rule: a micro batch whose arrays could not be fetched on any rank that trains it is dropped from the loss on
 every such rank; a step in which no micro batch's arrays could be fetched anywhere stops the run on all ranks alike. Refuses to retry:
 the reader has done so.
 """

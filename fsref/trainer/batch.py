@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsref.steps import MicroBatch
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.agreement import Agreement, Taken
 from fsref.trainer.standin import StandIns
@@ -29,6 +30,11 @@ def ready_batches(taken: Taken, agreement: Agreement, stand_ins: StandIns, *, de
         generated += stand_in.generated
         out.append(stand_in.batch)
     return out, generated
+
+
+def fresh_tokens(micro_batch: MicroBatch, *, version: int, device: torch.device) -> Tensor:
+    """bool [T]: tokens of samples that no weights but those of ``version`` sampled."""
+    return torch.cat([torch.full((s.token_count,), s.version == version, dtype=torch.bool) for s in micro_batch.sequences]).to(device)
 
 
 def on_device(batch: PackedMicroBatch, device: torch.device) -> PackedMicroBatch:

@@ -1,4 +1,4 @@
-"""When a step's arrays are removed, and the order in which the ranks do it (ledger.md section 5).
+"""When a step's arrays are removed, and the order in which the ranks do it.
 
 Owns the policy and the sequence: rank 0 records the drop durably, barrier, every data rank's leader removes its own share in the
 background, counts are gathered, rank 0 records ``done``. Refuses a second drop of a step, and a ``done`` while anything may still be there:

@@ -63,19 +63,19 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         self._sums = StepSums()
 
-    def add(self, batch: PackedMicroBatch) -> RoutesUsed | None:
+    def add(self, batch: PackedMicroBatch, *, fresh_T: Tensor | None = None) -> RoutesUsed | None:
         """Forward and backward of one micro batch; one without trained tokens changes nothing but the time.
 
-        Returns what its experts were given, None where it has no routing.
+        ``fresh_T``: see ``micro_batch_loss``. Returns what its experts were given, None where it has no routing.
         """
         rows = trained_rows(batch)
         routing = batch.fields.get(ROUTING)
         if self._router is None or not isinstance(routing, DenseTensor):
-            self._train(batch, rows)
+            self._train(batch, rows, fresh_T)
             return None
         compared, capture = routing.valid & ~batch.padding, self._config.record_routes
         with self._router.block(routing.rows, replay=self._config.loss.replay, valid_T=compared, capture=capture) as used:
-            self._train(batch, rows)
+            self._train(batch, rows, fresh_T)
         self._sums.routing_rows += used.rows
         self._sums.routing_rows_different += used.rows_different
         return used
@@ -96,9 +96,9 @@ class Learner:
         self._sums = StepSums()
         return Update(norm, skipped, sums, float(vector[-2]), float(vector[-1]))
 
-    def _train(self, batch: PackedMicroBatch, rows: Tensor) -> None:
+    def _train(self, batch: PackedMicroBatch, rows: Tensor, fresh_T: Tensor | None) -> None:
         logits = logits_at(self.model, batch, rows, dtype=self._dtype)
-        result = micro_batch_loss(logits, batch, rows, config=self._config.loss)
+        result = micro_batch_loss(logits, batch, rows, config=self._config.loss, fresh_T=fresh_T)
         result.loss.backward()
         self._sums.loss += result.sums.cpu()
 

@@ -15,10 +15,10 @@ import torch
 from fsref.config import Config
 from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
 from fsref.events import Event, Hook
-from fsref.steps import step_name, sum_of
+from fsref.steps import RankFile, step_name, sum_of
 from fsref.trainer import checkpoint, metrics, weights
 from fsref.trainer.agreement import Agreement, Taken, agree
-from fsref.trainer.batch import ready_batches
+from fsref.trainer.batch import fresh_tokens, ready_batches
 from fsref.trainer.commit import Committer, Removed, StepLedger
 from fsref.trainer.feed import Published, StepFeed
 from fsref.trainer.folders import prune
@@ -140,7 +140,7 @@ class Trainer:
         payload = self.loader.metrics(step)
 
         start = time.perf_counter()
-        generated = self._forward_backward(step, taken, agreement)
+        generated = self._forward_backward(rank_file, taken, agreement)
         update = self.learner.update()
         trained_s = time.perf_counter() - start
         self.version += 1
@@ -161,13 +161,14 @@ class Trainer:
             "time/weights": exported_s,
         }
 
-    def _forward_backward(self, step: int, taken: Taken, agreement: Agreement) -> int:
+    def _forward_backward(self, rank_file: RankFile, taken: Taken, agreement: Agreement) -> int:
         """Every micro batch, dropped ones as stand-ins; returns how many of those had to use made-up routing."""
         batches, generated = ready_batches(taken, agreement, self.stand_ins, device=self.ranks.device)
         for number, batch in enumerate(batches):
-            used = self.learner.add(batch)
+            fresh = fresh_tokens(rank_file.micro_batches[number], version=self.version, device=self.ranks.device)
+            used = self.learner.add(batch, fresh_T=fresh)
             if self.folders.routes is not None and used is not None:
-                write_routes(self.folders.routes, batch, used, step=step, rank=self.ranks.rank, micro_batch=number)
+                write_routes(self.folders.routes, batch, used, step=rank_file.step, rank=self.ranks.rank, micro_batch=number)
         return generated
 
     def _export(self) -> float:

@@ -53,6 +53,8 @@ SUMS: Final = (
     "loss_policy",
     "loss_center",
     "mismatch_kl",
+    "tokens_fresh",
+    "mismatch_kl_fresh",
     "entropy",
     "tokens_kept_set",
     "kept_set_size",
@@ -101,8 +103,13 @@ def trained_rows(batch: PackedMicroBatch) -> Tensor:
     return batch.loss_mask.nonzero(as_tuple=True)[0]
 
 
-def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor, *, config: LossSection) -> MicroBatchLoss:
+def micro_batch_loss(
+    logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor, *, config: LossSection, fresh_T: Tensor | None = None
+) -> MicroBatchLoss:
     """The loss of the trained tokens ``rows_N`` of ``batch`` from the logits that predict them (row n predicts token ``rows_N[n]``).
+
+    ``fresh_T``: bool [T], tokens that were sampled with the very weights that train now; their mismatch is summed apart, because what is
+    left there is the engines' difference alone.
 
     Logits of any float dtype; everything is computed in float32. Raises ``PayloadError`` for a temperature of zero or ids outside the
     vocabulary.
@@ -128,6 +135,7 @@ def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor,
 
     scored_N = torch.isfinite(log_ratio_N)
     k3_N = torch.where(scored_N, torch.expm1(log_ratio_N.clamp(max=_LOG_RATIO_MAX)) - log_ratio_N, torch.zeros_like(log_ratio_N))
+    fresh_N = scored_N & fresh_T[rows_N] if fresh_T is not None else torch.zeros_like(scored_N)
     sums = {
         "tokens": torch.ones_like(logp_N),
         "tokens_masked": ~keep_N,
@@ -137,6 +145,8 @@ def micro_batch_loss(logits_NV: Tensor, batch: PackedMicroBatch, rows_N: Tensor,
         "loss_policy": policy_N,
         "loss_center": center_N,
         "mismatch_kl": k3_N,
+        "tokens_fresh": fresh_N,
+        "mismatch_kl_fresh": torch.where(fresh_N, k3_N, torch.zeros_like(k3_N)),
         "entropy": _entropy(z_NV.detach(), log_norm_N.detach(), kept),
         "tokens_kept_set": kept.masked,
         "kept_set_size": torch.where(kept.masked, kept.values.count, torch.zeros_like(kept.values.count)),

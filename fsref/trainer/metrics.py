@@ -30,6 +30,8 @@ def loss_metrics(update: Update) -> dict[str, float]:
         "loss/unscored_tokens": s["tokens_unscored"],
         "loss/missing_tokens": s["tokens_missing"],
         "mismatch_kl/mean": share(s["mismatch_kl"], tokens - s["tokens_unscored"]),
+        "mismatch_kl/fresh": share(s["mismatch_kl_fresh"], s["tokens_fresh"]),
+        "mismatch_kl/fresh_tokens": s["tokens_fresh"],
         "entropy/mean": share(s["entropy"], tokens),
         "sampling_mask/share": share(s["tokens_kept_set"], tokens),
         "sampling_mask/size": share(s["kept_set_size"], s["tokens_kept_set"]),

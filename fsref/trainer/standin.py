@@ -1,6 +1,6 @@
 """What goes through the model in place of a dropped micro batch, so that its forward still routes like real data.
 
-Owns the order of sources (design.md section 5): real rows of the same step on this rank, else of its last good step, else balanced
+Owns the order of sources: real rows of the same step on this rank, else of its last good step, else balanced
 generated rows, which are counted. Refuses to give a stand-in any trained token.
 
 Shape letters: T tokens, R kept rows, L layers, K experts per token, E experts.

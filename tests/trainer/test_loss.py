@@ -273,6 +273,18 @@ def test_mismatch_kl_is_the_k3_estimate_over_all_trained_tokens() -> None:
     assert sums_of(one_token(logq=-6.0), logits, LossSection())["mismatch_kl"] == pytest.approx(math.expm1(log_ratio) - log_ratio, rel=1e-5)
 
 
+def test_the_mismatch_of_fresh_tokens_is_summed_apart() -> None:
+    batch = packed([[1, 5, 6, 7]], trained=[[0, 1, 1, 1]], logprobs=[0.0, -2.0, -3.0, -math.inf])
+    rows, logits = trained_rows(batch), random_logits(3, seed=16)
+    fresh = torch.tensor([True, True, False, True])
+    result = micro_batch_loss(logits, batch, rows, config=WIDE, fresh_T=fresh)
+    sums = dict(zip(SUMS, result.sums.tolist(), strict=True))
+    alone = sums_of(one_token(logq=-2.0), logits[:1], WIDE)
+    assert sums["tokens_fresh"] == 1
+    assert sums["mismatch_kl_fresh"] == pytest.approx(alone["mismatch_kl"])
+    assert sums["mismatch_kl"] > sums["mismatch_kl_fresh"]
+
+
 @pytest.mark.parametrize("mask", [[], [5, 6, 7, 30]])
 def test_entropy_is_taken_over_the_kept_set(mask: list[int]) -> None:
     logits = random_logits(seed=15)
