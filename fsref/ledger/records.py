@@ -75,6 +75,13 @@ class Keep(Record, frozen=True, tag="keep"):
     vid: Text = ""
     """Version id on S3."""
 
+    def check(self) -> "Keep":
+        """This record, if a reader accepts it; else ``ValueError``."""
+        sizes_ok = 1 <= self.b <= BYTES_OBJECT_MAX and 0 <= self.n <= TOKENS_MAX
+        if not sizes_ok or self.x < 0 or self.f < 0 or len(self.e) > 256 or len(self.vid) > 256:
+            raise ValueError(f"not a legal keep: {self}")
+        return self
+
 
 class Take(Record, frozen=True, tag="take"):
     """The right passes from the producer to this consumer; idempotent by id."""
@@ -161,16 +168,30 @@ class Close(Record, frozen=True, tag="close"):
 
 AnyRecord = Open | Keep | Take | Ship | StepRecord | Drop | Done | Adopt | Close
 
+_FREQUENT: Final = frozenset({Keep, Take, Drop, Done})
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(AnyRecord)
 
 
 def encode_line(record: AnyRecord) -> bytes:
-    """One line with its checksum. Raises ``ValueError`` above the line limit: split the record's set first."""
+    """One line with its checksum. Raises ``ValueError`` for what a reader would refuse: a line above the limit, a value out of bounds.
+
+    The frequent records are checked by their holders instead, see ``Keep.check`` and ``request_text``.
+    """
     body = _encoder.encode(record)
+    if type(record) not in _FREQUENT:
+        try:
+            _decoder.decode(body)
+        except msgspec.ValidationError as e:
+            raise ValueError(f"a {type(record).__name__} record would not be readable: {e}") from e
     if len(body) + 10 > LINE_BYTES_MAX:
         raise ValueError(f"a {type(record).__name__} record of {len(body)} bytes does not fit a line of {LINE_BYTES_MAX}")
     return b"%08x %b\n" % (binascii.crc32(body), body)
+
+
+def request_text(request_id: str) -> str:
+    """A request id as a record may carry it: cut to 256 characters; it is for people, ids decide."""
+    return request_id if len(request_id) <= 256 and request_id.isascii() else ascii(request_id)[:256]
 
 
 def line_ok(line: bytes) -> bool:

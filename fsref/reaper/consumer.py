@@ -66,7 +66,9 @@ class ConsumerHolder(Holder):
             if fresh:
                 self._count["taken"] += len(fresh)
                 self._count["taken_bytes"] += sum(sizes[o] for o in fresh)
-                self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request_id, piece, part), fresh))
+                self._journal.append(
+                    *parts_of(lambda piece, part: records.Take(now_ms(), records.request_text(request_id), piece, part), fresh)
+                )
             return fresh
 
     def drop(self, object_ids: Iterable[str], reason: str) -> int:

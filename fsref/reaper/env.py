@@ -42,11 +42,11 @@ class EnvHolder(Holder):
     ) -> None:
         """Records that the object ``seq`` is published under its final name; call after the publish, before the reply.
 
-        ``checksum`` is over the whole object, ``fields`` a bit mask over the schema's order. Raises ``JournalPoisoned``: the
-        caller must then fail the episode and stop keeping.
+        ``checksum`` is over the whole object, ``fields`` a bit mask over the schema's order. Raises ``NotHolder`` for a number that
+        was not minted or is kept, ``JournalPoisoned``: the caller must then fail the episode and stop keeping.
         """
         self._deleter.check()
-        record = records.Keep(now_ms(), seq, byte_count, checksum, token_count, fields, etag, version_id)
+        record = records.Keep(now_ms(), seq, byte_count, checksum, token_count, fields, etag, version_id).check()
         with self._lock:
             self._rights.keep(seq, byte_count=byte_count)
             self._bytes += byte_count

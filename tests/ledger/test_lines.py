@@ -7,7 +7,19 @@ import pytest
 from fsref.errors import JournalCorrupt
 from fsref.ledger.fold import JournalFold
 from fsref.ledger.lines import LineReader
-from fsref.ledger.records import LINE_BYTES_MAX, AnyRecord, Close, Drop, Keep, Open, StepRecord, Take, decode_line, encode_line
+from fsref.ledger.records import (
+    LINE_BYTES_MAX,
+    AnyRecord,
+    Close,
+    Drop,
+    Keep,
+    Open,
+    StepRecord,
+    Take,
+    decode_line,
+    encode_line,
+    request_text,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +107,19 @@ def test_a_record_that_does_not_fit_a_line_is_refused_by_the_writer() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         encode_line(Take(1, "q", {INC: ",".join(str(2 * n) for n in range(20_000))}))
     assert LINE_BYTES_MAX == 65_536
+
+
+@pytest.mark.parametrize("request_id", ["q", "q" * 5000, "\u00e4\n", "\ud800", ""])
+def test_any_request_id_makes_a_readable_record(request_id: str) -> None:
+    record = Take(1, request_text(request_id), {INC: "0"})
+    assert decode_line(encode_line(record)[:-1]) == record
+
+
+def test_a_value_that_a_reader_would_refuse_is_not_written() -> None:
+    with pytest.raises(ValueError, match="would not be readable"):
+        encode_line(StepRecord(5, -1, "used", 2, 3))
+    with pytest.raises(ValueError, match="not a legal keep"):
+        Keep(1, 0, 0, 7, 10, 1).check()
 
 
 def test_a_range_bomb_is_refused_before_it_is_expanded() -> None:
