@@ -9,6 +9,7 @@ experts to a file of its own, so that a later check of router replay does not re
 import asyncio
 import itertools
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +59,7 @@ class DemoServer:
         self._seeds = itertools.count(seed << 32, CHOICES_MAX)  # choice i of a request draws by its seed plus i
         self._ids = itertools.count()
         self._routes_log = routes_log
+        self._boot = f"{time.time_ns():x}"  # files of an earlier process in the same folder stay
         self.app = Starlette(
             routes=[
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
@@ -105,7 +107,7 @@ class DemoServer:
     def _log_routes(self, request_id: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
         assert self._routes_log is not None
         for index, (request, done) in enumerate(zip(requests, completions, strict=True)):
-            path = self._routes_log / f"{next(self._ids):08d}.npz"
+            path = self._routes_log / f"{self._boot}-{next(self._ids):08d}.npz"
             np.savez(
                 path,
                 request_id=np.array(request_id),

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.errors import FsrefError, MissingExtra
+from fsref.errors import MissingExtra
 from fsref.inference.network import Architecture, Cache, Group, Weights, forward
 from fsref.inference.sampling import Drawn, Sampling, draw, heads_sampled_first
 from fsref.refs import Ragged, expert_dtype
@@ -33,8 +33,8 @@ PREFILL_TOKENS_MAX: Final = 4096
 """Padded prompt tokens of one prefill; a longer prompt is prefilled alone."""
 
 
-class EngineStopped(FsrefError, RuntimeError):
-    """The engine was closed, or died, before the request was done."""
+class EngineStopped(RuntimeError):
+    """The engine was closed, or died, before the request was done. Stays within this role, which answers 503."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class _Sequence:
         self.ranks.append(int(drawn.ranks[row]))
         if sampling.head is not None:
             width = min(max(sampling.head, 1), drawn.top_ids.shape[1])
-            self.tops.append((drawn.top_ids[row, :width], drawn.top_logprobs[row, :width]))
+            self.tops.append((drawn.top_ids[row, :width].copy(), drawn.top_logprobs[row, :width].copy()))  # a view would keep the batch
         if sampling.truncates:
-            self.masks.append(drawn.top_ids[row, : drawn.kept[row]])
+            self.masks.append(drawn.top_ids[row, : drawn.kept[row]].copy())
 
     @property
     def finish_reason(self) -> str:

@@ -20,7 +20,7 @@ from fsref.wire.modelconfig import ModelShape, read_model_shape
 
 try:
     import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from torch.nn import functional
 except ImportError as e:
     raise MissingExtra.of("demo", e.name or "torch") from e
@@ -120,9 +120,7 @@ def read_weights(folder: str | Path, arch: Architecture, dtype: torch.dtype) -> 
         try:
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        except Exception as e:
-            if type(e).__name__ != "SafetensorError" and not isinstance(e, OSError):
-                raise
+        except (SafetensorError, OSError) as e:
             raise ConfigError(f"cannot read weights from {path}: {e}") from e
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from fsref.errors import FsrefError
 from fsref.inference.engine import Completion, Request
 from fsref.inference.sampling import Sampling
 from fsref.wire.logprobs import encode_content
@@ -24,8 +23,8 @@ TOKENS_DEFAULT: Final = 16
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class BadRequest(FsrefError, ValueError):
-    """The request is refused with status 400 (or ``status``)."""
+class BadRequest(ValueError):
+    """The request is refused with status 400 (or ``status``). Stays within this role, which answers with it."""
 
     status = 400
     kind = "BadRequestError"

@@ -1,6 +1,7 @@
 """Sampling masks: the token ids that top-k, top-p and min-p kept, for each completion token.
 
-Forms: vLLM's (0.32) is one list of ids per completion token; prime-rl's is ``{"ids", "counts"}``, each a packed int32 array.
+Forms: vLLM's (0.32) is one list of ids per completion token; prime-rl's is ``{"ids", "counts"}``, each a packed int32 array, and the usual
+CSR form of the same has ``offsets`` (one more than rows, from 0 on) in place of counts.
 Ids keep the engine's order; there is no bound by top_k, because ties may keep more. An empty row means that no truncation
 was in force for that token, which is another thing than a full row.
 """
@@ -31,7 +32,7 @@ def decode_sampling_mask(
     if value is None:
         return None
     if isinstance(value, Mapping):
-        counts, ids = _packed(value, "counts"), _packed(value, "ids")
+        counts, ids = _counts(value), _packed(value, "ids")
     elif isinstance(value, list):
         counts, ids = _from_lists(value)
     else:
@@ -59,6 +60,15 @@ def _from_lists(rows: list[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if flat and not 0 <= min(flat) <= max(flat) < 1 << 31:
         raise WireError(f"{_WHAT}: ids {min(flat)}..{max(flat)} are not token ids")
     return np.asarray([len(r) for r in rows], dtype=np.int64), np.asarray(flat, dtype=np.int64)
+
+
+def _counts(value: Mapping[str, Any]) -> NDArray[np.int64]:
+    if "offsets" not in value or "counts" in value:
+        return _packed(value, "counts")
+    offsets = _packed(value, "offsets")
+    if not offsets.size or offsets[0] != 0:
+        raise WireError(f"{_WHAT}.offsets: they start with 0 and are one more than rows; {offsets[:3].tolist()} found")
+    return np.diff(offsets)
 
 
 def _packed(value: Mapping[str, Any], name: str) -> NDArray[np.int64]:

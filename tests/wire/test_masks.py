@@ -28,6 +28,13 @@ def test_the_packed_form_says_the_same() -> None:
     assert got.columns["ids"].tolist() == [9, 4, 7, 2]
 
 
+def test_offsets_in_place_of_counts_say_the_same() -> None:
+    got = decode_sampling_mask({"ids": packed([9, 7, 2]), "offsets": packed([0, 2, 2, 3])}, token_ids=[7, 5, 2])
+    assert got is not None
+    assert got.counts.tolist() == [2, 0, 1]
+    assert got.columns["ids"].tolist() == [9, 7, 2]
+
+
 def test_an_empty_row_means_that_nothing_was_truncated() -> None:
     got = decode_sampling_mask([[], [5]], token_ids=[7, 5])
     assert got is not None
@@ -76,6 +83,10 @@ def test_the_encoder_is_read_back() -> None:
         ({"ids": packed([1, 2], data="?"), "counts": packed([1, 1])}, "base64"),
         ({"ids": packed([1, 2]), "counts": packed([1, 2])}, "sum to 3 found for 2"),
         ({"ids": packed([1, 2]), "counts": packed([3, -1])}, "counts that sum"),
+        ({"ids": packed([1, 2]), "offsets": packed([])}, "start with 0"),
+        ({"ids": packed([1, 2]), "offsets": packed([1, 2, 3])}, "start with 0"),
+        ({"ids": packed([1, 2]), "offsets": packed([0, 3, 2])}, "counts that sum"),
+        ({"ids": packed([1, 2]), "offsets": packed([0, 2])}, "1 rows found for 2"),
     ],
 )
 def test_hostile_masks_are_refused(value: Any, word: str) -> None:
