@@ -108,9 +108,9 @@ def role_commands(config: Config, *, serve: bool, master_port: int, verbose: boo
         out.append(
             RoleCommand(Part.INFERENCE, _command("inference", ("inference", *common), run_dir / "logs/inference.log", config.inference.env))
         )
-    out += [RoleCommand(Part.TRAINER, _trainer(config, common, rank, master_port)) for rank in range(config.trainer.parallel.data)]
     for env in config.env:
         out += [env_server(env, n, run_dir, common) for n in range(0 if env.serve_address else env.replicas)]
+    out += [RoleCommand(Part.TRAINER, _trainer(config, common, rank, master_port)) for rank in range(config.trainer.parallel.data)]
     out.append(RoleCommand(Part.ORCHESTRATOR, _command("orchestrator", ("orchestrator", *common), run_dir / "logs/orchestrator.log")))
     return out
 

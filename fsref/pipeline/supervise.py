@@ -117,21 +117,16 @@ class Supervisor:
     _restarts: dict[str, int] = field(default_factory=dict)
 
     def start(self, roles: Sequence[RoleCommand]) -> None:
-        """Starts everything but the orchestrator, waits until inference and the replicas serve, then starts it.
+        """Starts the servers, waits until they serve, then starts who works with them; so that nobody's patience runs while a model loads.
 
         Raises ``RoleFailed`` if one dies or does not serve in time, ``Stopped`` for a signal.
         """
-        servers = [r for r in roles if r.part is not Part.ORCHESTRATOR]
-        self.watcher.say(f"starting {', '.join(r.command.name for r in servers)}")
-        for role in servers:
-            self._start(role)
+        servers = [r for r in roles if r.part not in ENDS_THE_RUN]
+        self._start_all(servers)
         self._wait("inference", lambda: self.healthy(self.config.inference.address), self.config.inference.start_s)
         addresses = [r.address for r in servers if r.address is not None]
         self._wait("env servers", lambda: all(a.exists() for a in addresses), self.config.orchestrator.replica_wait_s)
-        for role in roles:
-            if role.part is Part.ORCHESTRATOR:
-                self.watcher.say(f"starting {role.command.name}")
-                self._start(role)
+        self._start_all([r for r in roles if r.part in ENDS_THE_RUN])
 
     def run_to_end(self, command: Command) -> None:
         """Runs a preparing command; raises ``RoleFailed`` unless it ends with 0."""
@@ -158,6 +153,12 @@ class Supervisor:
             for r in running:
                 self._running.remove(r)
                 self.watcher.reaped(r.role, r.child, codes[r.child.name])
+
+    def _start_all(self, roles: Sequence[RoleCommand]) -> None:
+        if roles:
+            self.watcher.say(f"starting {', '.join(r.command.name for r in roles)}")
+        for role in roles:
+            self._start(role)
 
     def _start(self, role: RoleCommand) -> None:
         if role.address is not None:

@@ -72,19 +72,19 @@ def test_every_role_gets_its_command_line_and_log(tmp_path: Path) -> None:
     run_dir = tmp_path / "r1"
     assert [r.command.name for r in roles] == [
         "inference",
-        "trainer/rank_0",
-        "trainer/rank_1",
         "envs/train/demo.local-0",
         "envs/train/demo.local-1",
+        "trainer/rank_0",
+        "trainer/rank_1",
         "orchestrator",
     ]
     assert {r.command.log.relative_to(run_dir).as_posix() for r in roles} == {f"logs/{r.command.name}.log" for r in roles}
     assert all(r.command.argv[:3] == (sys.executable, "-m", "fsref") for r in roles)
     assert all(("--config", str(run_dir / "config.json")) == r.command.argv[4:6] for r in roles)
-    replica = roles[4]
+    replica = roles[2]
     assert replica.command.argv[6:] == ("--env", "demo", "--replica", "1")
     assert replica.address == run_dir / "envs/train/demo.local-1.address"
-    assert roles[2].command.env == {
+    assert roles[4].command.env == {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
