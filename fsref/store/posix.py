@@ -167,7 +167,7 @@ class PosixStore(Store):
         check_name(prefix)
         try:
             with self._folder(prefix, create=False) as folder:
-                fd = os.dup(folder)
+                fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)  # a dup would share its place in the folder
         except ObjectMissing:
             return
         try:
