@@ -170,6 +170,10 @@ class PosixStore(Store):
                 fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)  # a dup would share its place in the folder
         except ObjectMissing:
             return
+        except StoreError:
+            raise
+        except OSError as e:
+            raise_mapped(e, f"listing {self.url}/{prefix}")
         try:
             yield from self._walk(fd, prefix)
         finally:
