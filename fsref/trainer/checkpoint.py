@@ -56,7 +56,9 @@ def load(rank: int, world_size: int, checkpoint: Checkpoint, *, run: str, model:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, ValueError) as e:
-            raise ObjectCorrupt(f"the checkpoint {path} cannot be read: {e}; remove its folder to resume from the one before") from e
+            raise ObjectCorrupt(
+                f"the checkpoint {path} cannot be read: {e}; without its folder the one before is used, if its steps are not released"
+            ) from e
     found = (state.get("format"), state.get("run"), state.get("version"))
     if found != (_FORMAT, run, checkpoint.version):
         raise ConfigError(f"{path} is of format, run and version {found}, not of {(_FORMAT, run, checkpoint.version)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsref.trainer.folders import publish, published, remove
 from fsref.trainer.model import save_model
@@ -27,8 +27,7 @@ def export(model: nn.Module, *, version: int, parent: Path, base: Path) -> Path:
     """
 
     def write(folder: Path) -> None:
-        state = {name: t.detach().to("cpu", torch.bfloat16) for name, t in model.state_dict().items() if t.is_floating_point()}
-        save_model(model, folder, state)
+        save_model(model, folder, _rounded(model.state_dict()))
         for path in base.iterdir():
             if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
@@ -40,6 +39,18 @@ def export(model: nn.Module, *, version: int, parent: Path, base: Path) -> Path:
     if existing is not None:  # trained again after a restart
         remove(existing)
     return publish(parent, version, write)
+
+
+def _rounded(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Floats as bfloat16 on the CPU; tensors that share memory still do, so that tied weights are written once."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    out = {}
+    for name, tensor in state.items():
+        key = tensor.data_ptr(), tensor.shape
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        out[name] = copies[key]
+    return out
 
 
 def remove_future(parent: Path, *, version: int) -> None:

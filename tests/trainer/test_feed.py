@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fsref.errors import MissingArrays, StepError
+from fsref.errors import MissingArrays, StepError, StoreUnavailable
 from fsref.steps import MicroBatch, RankFile
 from fsref.trainer.feed import StepFeed
 
@@ -62,6 +62,36 @@ def test_nothing_is_sought_past_the_last_step(small: SmallRun) -> None:
         steps.wait(1, timeout_s=DEADLINE_S)
         steps._thread.join(DEADLINE_S)
         assert started.steps == [0, 1]
+
+
+class Away:
+    """A store that does not answer until it does."""
+
+    def __init__(self, run: SmallRun) -> None:
+        self._run, self.back = run, False
+
+    def read(self, name: str, *, bytes_max: int) -> bytes:
+        if not self.back:
+            raise StoreUnavailable("the store is away")
+        return self._run.store.read(name, bytes_max=bytes_max)
+
+
+def test_a_store_that_does_not_answer_is_asked_again_and_its_words_are_kept(small: SmallRun) -> None:
+    small.publish_step(0)
+    away = Away(small)
+    with StepFeed(
+        away,  # type: ignore[arg-type]
+        Started(),
+        run=RUN,
+        run_uuid=small.info.run_uuid,
+        data_rank=0,
+        first=0,
+        last=0,
+        ahead=0,
+    ) as steps:
+        wait_until(lambda: steps.trouble == "the store is away")
+        away.back = True
+        assert steps.wait(0, timeout_s=DEADLINE_S) is not None
 
 
 def test_a_step_of_another_run_is_an_error_for_whoever_waits(small: SmallRun) -> None:

@@ -49,6 +49,13 @@ def test_a_loaded_export_computes_what_the_trainer_does_up_to_bfloat16(tmp_path:
     assert torch.equal(logits_at(loaded, batch, rows, dtype=torch.float32), logits_at(model, batch, rows, dtype=torch.float32))
 
 
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    folder = export(tiny_model(tie_word_embeddings=True), version=1, parent=tmp_path / "weights", base=base_folder(tmp_path))
+    state = load_file(folder / "model.safetensors")
+    assert "model.embed_tokens.weight" in state
+    assert "lm_head.weight" not in state
+
+
 def test_exporting_a_version_again_replaces_it(tmp_path: Path) -> None:
     base = base_folder(tmp_path)
     first = export(tiny_model(seed=1), version=1, parent=tmp_path / "weights", base=base)
