@@ -136,19 +136,37 @@ def test_the_lock_is_held_for_life(ledger: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
+FORK = """
+import fcntl, os, sys
+from pathlib import Path
+from fsref.errors import JournalPoisoned
+from fsref.journal.file import Journal
+from fsref.ledger.records import Keep
+journal = Journal(Path(sys.argv[1]), sys.argv[2], run_uuid="0" * 32)
+record = Keep(1, 0, 100, 7, 10, 1)
+pid = os.fork()
+if pid == 0:
+    try:
+        journal.append(record)
+    except JournalPoisoned as e:
+        os._exit(7 if "fork" in str(e) else 8)
+    os._exit(9)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+journal.append(record)
+with journal.path.open("rb") as other:
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("locked")
+"""
+
+
 def test_a_forked_child_cannot_write_and_leaves_the_parents_lock_alone(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                journal.append(KEEP)
-            except JournalPoisoned as e:
-                os._exit(7 if "fork" in str(e) else 8)
-            os._exit(9)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        journal.append(KEEP)
-        with journal.path.open("rb") as other, pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    out = subprocess.run([sys.executable, "-c", FORK, str(ledger), INC], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["7", "locked"]
+    reader = LedgerReader(ledger)
+    reader.refresh()
+    assert set(reader.journals[INC].fold.kept) == {0}
 
 
 def test_a_ledger_folder_behind_a_symlink_is_refused(tmp_path: Path) -> None:
