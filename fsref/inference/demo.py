@@ -30,7 +30,7 @@ try:
     from starlette.responses import Response
     from starlette.routing import Route
 except ImportError as e:
-    raise MissingExtra.of("demo", e.name or "starlette") from e
+    raise MissingExtra.of("demo", (e.name or "starlette").partition(".")[0]) from e
 
 BODY_BYTES_MAX: Final = 64 << 20
 _JSON: Final = "application/json"

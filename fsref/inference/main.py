@@ -22,7 +22,7 @@ try:
     import torch
     import uvicorn
 except ImportError as e:
-    raise MissingExtra.of("demo", e.name or "uvicorn") from e
+    raise MissingExtra.of("demo", (e.name or "uvicorn").partition(".")[0]) from e
 
 LOGPROBS_DEFAULT = 20
 """vLLM's own default of ``--max-logprobs``."""

@@ -19,7 +19,7 @@ try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 except ImportError as e:
-    raise MissingExtra.of("demo", e.name or "transformers") from e
+    raise MissingExtra.of("demo", (e.name or "transformers").partition(".")[0]) from e
 
 SPECIAL_TOKENS: Final = (
     "<|endoftext|>",

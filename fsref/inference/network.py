@@ -23,7 +23,7 @@ try:
     from safetensors import SafetensorError, safe_open
     from torch.nn import functional
 except ImportError as e:
-    raise MissingExtra.of("demo", e.name or "torch") from e
+    raise MissingExtra.of("demo", (e.name or "torch").partition(".")[0]) from e
 
 EXPERTS_MAX: Final = 64
 HIDDEN_MAX: Final = 2048
