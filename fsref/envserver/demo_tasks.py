@@ -1,7 +1,8 @@
-"""The demo taskset: write only characters of the kind that the prompt names.
+"""The demo taskset: write only characters of the kind that the prompt names, and all of them alike.
 
-Made for a tiny random model: the reward is the share of the reply's characters that are of that kind, so it has a slope everywhere (a
-random model scores about a quarter on ``vowels``) and a policy gradient raises it within tens of small steps. Tasks follow from
+Made for a tiny random model: the reward is the share of the reply's characters that are of that kind, each of them counted up to its
+even part. So it has a slope everywhere (a random model scores about a quarter on ``vowels``), a policy gradient raises it within tens
+of small steps, and a policy that repeats one character scores badly: rewards of a group never become all equal. Tasks follow from
 the seed and their index alone. The conversation runs in the env server itself, without a program of its own: about a tenth of a
 second an episode beside the sampling.
 
@@ -35,9 +36,9 @@ _WORDS: Final = ("river", "mountain", "forest", "table", "world", "line", "green
 
 
 def share_of(text: str, kind: str) -> float:
-    """Share of the characters of ``text`` that are of ``kind``; 0 for an empty text."""
+    """Share of the characters of ``text`` that are of ``kind``, each counted up to its even part; 0 for an empty text."""
     legal = KINDS[kind]
-    return sum(c in legal for c in text) / len(text) if text else 0.0
+    return sum(min(text.count(c) / len(text), 1 / len(legal)) for c in legal) if text else 0.0
 
 
 class DemoData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped

@@ -11,7 +11,7 @@ The trace is known by ``X-Session-ID``, which verifiers sends with every request
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,12 +19,13 @@ from typing import Any, Final
 import renderers.client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 
-from fsref.envserver.capture import Capture, turn_arrays
-from fsref.errors import WireError
-from fsref.refs import Ragged
+from fsref.envserver.capture import Capture, Rows, turn_arrays
+from fsref.errors import ConfigError, WireError
+from fsref.refs import Alignment, Field, Ragged, Schema
 from fsref.wire.logprobs import decode_top_logprobs
 from fsref.wire.masks import decode_sampling_mask
 from fsref.wire.modelconfig import ModelShape
+from fsref.wire.openfields import decode_open_field
 from fsref.wire.routing import decode_routed_experts
 
 _EXTRA_CANDIDATES: Final = 2
@@ -34,6 +35,19 @@ _ROUTING_TEXT: Final = b'"routed_experts":"'
 """As compact JSON has it. Inside a JSON string its quotes would be escaped, so it cannot be met there; base64 has no quotes."""
 
 
+KNOWN: Final = frozenset({"routed_experts", "top_logprobs", "sampling_mask"})
+"""Fields that engines have forms of their own for."""
+
+
+def open_fields(schema: Schema) -> tuple[Field, ...]:
+    """The schema's other fields; raises ``ConfigError`` for one that turns cannot be merged for."""
+    found = tuple(f for f in schema.fields if f.name not in KNOWN)
+    for field in found:
+        if field.ragged and field.alignment is Alignment.INPUT:
+            raise ConfigError(f"[[field]] {field.name!r}: a ragged field from an engine is aligned to the target, not to the input")
+    return found
+
+
 @dataclass(frozen=True)
 class Adapter:
     """What every patched call shares."""
@@ -41,6 +55,8 @@ class Adapter:
     capture: Capture
     executor: Executor
     """Decodes replies."""
+    open_fields: Sequence[Field]
+    """Declared fields that engines send under their own name."""
     model: ModelShape | None
     """Checks sizes and ids of routing; ``None`` takes them as they are."""
 
@@ -104,8 +120,20 @@ class Adapter:
         )
         if mask is not None:
             ragged["sampling_mask"] = mask
+        dense: dict[str, Rows] = {} if routing is None else {"routed_experts": (routing.start, routing.rows)}
+        for field in self.open_fields:
+            sent = decode_open_field(
+                choice.pop(field.name, None),
+                field,
+                start=start,
+                prompt_count=len(prompt_ids),
+                token_count=len(prompt_ids) + len(token_ids),
+            )
+            if isinstance(sent, Ragged):
+                ragged[field.name] = sent
+            elif sent is not None:
+                dense[field.name] = sent
         if trace_id is not None:
-            dense = {} if routing is None else {"routed_experts": (routing.start, routing.rows)}
             self.capture.add(trace_id, turn_arrays(prompt_ids=prompt_ids, completion_ids=token_ids, dense=dense, ragged=ragged))
 
 

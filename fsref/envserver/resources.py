@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsref.config import Config, EnvSection, parse
 from fsref.envserver.capture import Capture
-from fsref.envserver.generate import Adapter
+from fsref.envserver.generate import Adapter, open_fields
 from fsref.errors import ConfigError
 from fsref.journal.run import RunInfo, read_run
 from fsref.reaper import EnvHolder
@@ -56,7 +56,7 @@ class Resources:
         self.capture = Capture()
         self.writers = ThreadPoolExecutor(config.store.write_threads, thread_name_prefix="fsref-keep")
         self._decoders = ThreadPoolExecutor(env.decode_threads, thread_name_prefix="fsref-decode")
-        self._undo = Adapter(self.capture, self._decoders, model).install()
+        self._undo = Adapter(self.capture, self._decoders, open_fields(run.schema), model).install()
 
     @classmethod
     def open(cls, settings: Settings, *, worker: int) -> "Resources":
@@ -87,4 +87,9 @@ def _model(config: Config, run: RunInfo) -> ModelShape | None:
     """Sizes to check routing against; only runs with that field have a reason to read the model folder."""
     if all(f.name != "routed_experts" for f in run.schema.fields):
         return None
-    return read_model_shape(config.model.path or f"{config.run.run_dir}/model")
+    return read_model_shape(model_folder(config))
+
+
+def model_folder(config: Config) -> str:
+    """The policy's folder, with its sizes and its tokenizer."""
+    return config.model.path or f"{config.run.run_dir}/model"

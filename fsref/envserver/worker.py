@@ -27,9 +27,11 @@ import zmq
 from verifiers.v1.serve.delta import unpack
 from verifiers.v1.serve.server import EnvServer
 
+from fsref.config import parse
 from fsref.envserver.keep import KeepJob
 from fsref.envserver.payloads import branch_payload
-from fsref.envserver.resources import Resources, Settings
+from fsref.envserver.resources import Resources, Settings, model_folder, section
+from fsref.envserver.tokenizer import warm
 from fsref.episodes.branches import KEY, Branch, head_of, info_of, training_branches
 from fsref.errors import Fenced, FsrefError, JournalPoisoned
 from fsref.refs import Payload, PayloadRef
@@ -60,12 +62,18 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
     failed: ClassVar[FsrefError | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._warm()
         super().__init__(*args, **kwargs)
         self._own = Resources.open(self.settings, worker=worker_index(self.address))
         self._unsent: dict[str, _Request] = {}
         type(self).live = self
         self.env.run_slot = functools.partial(self._run_slot, self.env.run_slot)
         self.frontend.send_multipart = functools.partial(self._send, self.frontend.send_multipart)
+
+    def _warm(self) -> None:
+        """Before the socket binds: a pool's broker queues requests until then."""
+        config = parse(self.settings.config_json)
+        warm(model_folder(config), torch=section(config, self.settings.env).torch)
 
     @classmethod
     def run_server(cls, address_queue: Any = None, **kwargs: Any) -> None:

@@ -47,6 +47,7 @@ _CALLABLES: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("verifiers.v1.trace", "Trace.branches", ()),
     ("verifiers.v1.utils.loaders", "resolve_env_config", ("data",)),
     ("verifiers.v1.utils.loaders", "load_taskset", ("config",)),
+    ("renderers.base", "load_tokenizer", ("model_name_or_path",)),
     ("renderers.client", "generate", ("client", "model", "prompt_ids", "sampling_params", "extra_headers")),
 )
 _FIELDS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (

@@ -98,7 +98,7 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(120)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,7 +119,7 @@ class Engine:
         finally:
             self._open.set()
 
-    def wait_held(self, count: int, deadline_s: float = 20.0) -> None:
+    def wait_held(self, count: int, deadline_s: float = 120.0) -> None:
         """Until that many requests wait at the gate."""
         with self._held:
             assert self._held.wait_for(lambda: self.held >= count, deadline_s), f"{self.held} requests wait, {count} expected"
@@ -130,7 +130,7 @@ class Engine:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
         loop.run_until_complete(site.start())

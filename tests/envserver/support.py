@@ -25,7 +25,8 @@ from tests.envserver import model_folder
 from tests.envserver.engine import Engine
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
+"""Generous: machines that run tests are often busy. Nothing waits this long unless it fails."""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 8, "min_p": 0.0, "max_tokens": 6, "logprobs": 3}
 SCHEMA = Schema(
     (
@@ -226,7 +227,7 @@ def with_client(
         table = next(e for e in run.config.env if e.name == env)
         async with EpisodeClient(env=table, envs_dir=run.folder / "envs", run_uuid=run.info.run_uuid, abandoned=note) as client:
             await client.start(deadline_s=DEADLINE_S)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_S):
                 return await body(client)
 
     return asyncio.run(go())

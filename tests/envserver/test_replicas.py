@@ -26,7 +26,7 @@ def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: 
             await asyncio.to_thread(engine.wait_held, 4)
             assert {label: c.in_flight for label, c in client.counts().items()} == {"pair-0": 2, "pair-1": 2}
             os.kill(replicas[0].process.pid, signal.SIGKILL)
-            replicas[0].process.wait(20)
+            replicas[0].process.wait(120)
             await until_async(lambda: client.counts()["pair-0"].deaths == 1, "the death is seen")
         results = await asyncio.gather(*running, return_exceptions=True)
         assert sorted(type(r).__name__ for r in results) == ["Episode", "Episode", "ReplicaDown", "ReplicaDown"]
