@@ -2,12 +2,12 @@
 
 from fsref.ledger import Audit, Verdict
 from fsref.reaper.adopt import Adopted
-from fsref.reaper.audit import audit
+from fsref.reaper.auditing import audit
 from fsref.reaper.consumer import ConsumerHolder
 from fsref.reaper.delete import Outcome, delete_objects
 from fsref.reaper.env import EnvHolder
-from fsref.reaper.history import History, history
-from fsref.reaper.recover import Recovery, close_run, recover
+from fsref.reaper.histories import History, history
+from fsref.reaper.recovery import Recovery, close_run, recover
 from fsref.reaper.step import StepHolder
 
 __all__ = [

@@ -22,7 +22,7 @@ from fsref.ledger.merge import RunFold, StepKey
 from fsref.ledger.predicates import StoreView
 from fsref.ledger.recovery import RecoveryPlan, adopt_records, plan_recovery
 from fsref.ledger.report import Audit, Verdict
-from fsref.reaper.audit import audit
+from fsref.reaper.auditing import audit
 from fsref.reaper.delete import delete_objects
 from fsref.reaper.deleter import write_done, write_drop
 from fsref.reaper.listing import list_objects
