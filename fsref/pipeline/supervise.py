@@ -218,6 +218,9 @@ class Supervisor:
 def describe(child: Child, code: int) -> str:
     """``trainer/rank_1 exited with code 1: error: ...; log: ...``."""
     command = child.command
+    if code == -signal.SIGKILL:
+        # it had no chance to say why: whatever stands last in its log is about something else
+        return f"{command.name} was killed by SIGKILL (by someone, or for lack of memory); log: {command.log}"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     line = last_error(command.log, start=child.log_start) or _why_silent(command.log)
     return f"{command.name} {how}{': ' + line if line else ''}; log: {command.log}"

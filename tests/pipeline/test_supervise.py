@@ -158,7 +158,7 @@ def test_a_dead_replica_is_reaped_and_restarted(script: Script, tmp_path: Path, 
     orchestrator = script(WAITS_FOR.format(then=""), str(second), name="orchestrator")
     supervisor.start([role(Part.ENV, replica, replica=0, address=address), role(Part.ORCHESTRATOR, orchestrator)])
     supervisor.watch()
-    assert f"env-0 was killed by SIGKILL; log: {replica.log}; restart 1 of 1" in watched.said
+    assert f"env-0 was killed by SIGKILL (by someone, or for lack of memory); log: {replica.log}; restart 1 of 1" in watched.said
     assert watched.dead[0] == "env-0 -9"
 
 
