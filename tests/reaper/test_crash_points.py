@@ -1,0 +1,103 @@
+"""Recovery that is cut off before or after each of its operations, one after the other: running it again always ends PROVED.
+
+The cut is an exception that nothing catches; the journal's lock goes with it, as it does with a killed process.
+"""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsref.journal.file import Journal
+from fsref.reaper import Verdict, close_run, recover, recovery
+from fsref.refs import object_name
+
+from tests.reaper.stage import FaultyStore, Stage
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Cutter:
+    """Counts operations; cuts the one that it is told to, before or after it takes effect. Once cut, nothing works any more."""
+
+    def __init__(self, at: int, *, after: bool) -> None:
+        self.at, self.after, self.count, self.dead = at, after, 0, False
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if self.dead:
+                raise Killed
+            self.count += 1
+            if self.count == self.at and not self.after:
+                self.dead = True
+                raise Killed
+            out = function(*args, **kwargs)
+            if self.count == self.at:
+                self.dead = True
+                raise Killed
+            return out
+
+        return operation
+
+
+def crashed_run(root: Path) -> Stage:
+    """A run whose every process was killed, with something of each kind left."""
+    stage = Stage(root)
+    env, orc, trn = stage.env(), stage.orc(), stage.trn()
+    trn.taken(stage.ship(orc, 0, stage.reply(env, orc, 2)))
+    trn.used(0)
+    trn.drop_steps(0, 0)
+    stage.store.delete([object_name(stage.batches[0][0])])
+    stage.reply(env, orc)
+    stage.put(env)
+    stage.put(env, keep=False)
+    stage.store.put(f"obj/{env.inc}/.0000000099.tmp", [b"half"])
+    for holder in (env, orc, trn):
+        stage.kill(holder)
+    return stage
+
+
+def cut_recovery(stage: Stage, cutter: Cutter) -> bool:
+    """Whether the recovery was cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (Journal, "append"),
+            (Journal, "sync"),
+            (FaultyStore, "delete"),
+            (FaultyStore, "list"),
+        ):
+            patch.setattr(owner, name, cutter.wrap(getattr(owner, name)))
+        for name in ("write_adopted", "acquire_lock", "release_lock", "sync_journal"):
+            patch.setattr(recovery, name, cutter.wrap(getattr(recovery, name)))
+        try:
+            recover(stage.store, stage.ledger, run=stage.run, resume_step=None)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_recovery_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
+    for at in itertools.count(1):
+        stage = crashed_run(tmp_path / str(at))
+        cut = cut_recovery(stage, Cutter(at, after=after))
+        found = close_run(stage.store, stage.ledger, run=stage.run)
+        assert found.verdict is Verdict.PROVED, (at, found.render())
+        assert found.totals.dropped_by == {"trained": 2, "recovered": 2, "unjournaled": 1}, at
+        assert stage.objects() == [], at
+        stage.store.close()
+        if not cut:
+            assert at > 15, "fewer operations than a recovery has: the test cuts nothing"
+            return
+
+
+def test_recovery_can_be_killed_again_and_again(tmp_path: Path) -> None:
+    stage = crashed_run(tmp_path)
+    for at in range(1, 18):
+        cut_recovery(stage, Cutter(at, after=at % 2 == 0))
+    assert close_run(stage.store, stage.ledger, run=stage.run).verdict is Verdict.PROVED
+    assert stage.objects() == []
+    stage.store.close()
