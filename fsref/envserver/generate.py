@@ -16,17 +16,20 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import renderers.client
+from numpy.typing import NDArray
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 
 from fsref.envserver.capture import Capture, Rows, turn_arrays
 from fsref.errors import ConfigError, WireError
 from fsref.refs import Alignment, Field, Ragged, Schema
-from fsref.wire.logprobs import decode_top_logprobs
+from fsref.wire.logprobs import decode_logprobs, decode_top_logprobs
 from fsref.wire.masks import decode_sampling_mask
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.openfields import decode_open_field
 from fsref.wire.routing import decode_routed_experts
+from fsref.wire.text import encode_base64
 
 _EXTRA_CANDIDATES: Final = 2
 """An engine puts the sampled token first, so the true head needs one more candidate, and one to see a tie at the cut."""
@@ -55,10 +58,10 @@ class Adapter:
     capture: Capture
     executor: Executor
     """Decodes replies."""
-    open_fields: Sequence[Field]
-    """Declared fields that engines send under their own name."""
     model: ModelShape | None
     """Checks sizes and ids of routing; ``None`` takes them as they are."""
+    open_fields: Sequence[Field] = ()
+    """Declared fields that engines send under their own name."""
 
     def install(self) -> Callable[[], None]:
         """Replaces ``renderers.client.generate``, which verifiers imports at each call; returns the undo."""
@@ -111,10 +114,10 @@ class Adapter:
             choice.pop("routed_experts", None), start=start, token_count=len(prompt_ids) + len(token_ids), model=self.model
         )
         ragged: dict[str, Ragged] = {}
+        content = choice.pop("logprobs", None)
         if head is not None:
-            ragged["top_logprobs"] = decode_top_logprobs(choice.get("logprobs"), token_ids=token_ids, head=head)
-            for entry in choice["logprobs"]["content"]:
-                entry.pop("top_logprobs", None)
+            ragged["top_logprobs"] = decode_top_logprobs(content, token_ids=token_ids, head=head)
+        choice["completion_logprobs"] = _packed(decode_logprobs(content, token_ids=token_ids))
         mask = decode_sampling_mask(
             choice.pop("sampling_mask", None), token_ids=token_ids, vocab_count=self.model.vocab_count if self.model else 1 << 31
         )
@@ -135,6 +138,11 @@ class Adapter:
                 dense[field.name] = sent
         if trace_id is not None:
             self.capture.add(trace_id, turn_arrays(prompt_ids=prompt_ids, completion_ids=token_ids, dense=dense, ragged=ragged))
+
+
+def _packed(logprobs: NDArray[np.float32]) -> dict[str, Any]:
+    """prime-rl's form of sampled logprobs, which renderers reads without a Python object per token."""
+    return {"data": encode_base64(logprobs), "shape": list(logprobs.shape), "dtype": "float32"}
 
 
 def _splice(raw: bytes) -> tuple[bytes, list[memoryview]]:

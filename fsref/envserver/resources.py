@@ -56,7 +56,7 @@ class Resources:
         self.capture = Capture()
         self.writers = ThreadPoolExecutor(config.store.write_threads, thread_name_prefix="fsref-keep")
         self._decoders = ThreadPoolExecutor(env.decode_threads, thread_name_prefix="fsref-decode")
-        self._undo = Adapter(self.capture, self._decoders, open_fields(run.schema), model).install()
+        self._undo = Adapter(self.capture, self._decoders, model, open_fields(run.schema)).install()
 
     @classmethod
     def open(cls, settings: Settings, *, worker: int) -> "Resources":

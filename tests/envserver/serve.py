@@ -65,7 +65,7 @@ def controlled(control: Path, settings: resources.Settings) -> None:
     opened = resources.open_store
     if not isinstance(opened, functools.partial):
         resources.open_store = functools.partial(_open, opened, control)
-        worker.KeepingServer._send = _held_send(control, worker.KeepingServer._send)
+        setattr(worker.KeepingServer, "_send", _held_send(control, worker.KeepingServer._send))  # noqa: B010
 
 
 def _open(inner: Any, control: Path, config: Config) -> Store:

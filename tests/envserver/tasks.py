@@ -11,11 +11,11 @@ class BreakingData(DemoData):
     fail: bool = False
 
 
-class BreakingTask(DemoTask, vf.Task[BreakingData]):
+class BreakingTask(DemoTask, vf.Task[BreakingData]):  # type: ignore[misc]  # verifiers is untyped
     pass
 
 
-class BreakingTaskset(vf.Taskset[BreakingTask, DemoConfig]):
+class BreakingTaskset(vf.Taskset[BreakingTask, DemoConfig]):  # type: ignore[misc]
     def load(self) -> Iterator[BreakingTask]:
         yield BreakingTask(BreakingData(prompt="please write only vowels: hello"), self.config.task)
 

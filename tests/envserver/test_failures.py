@@ -207,16 +207,24 @@ def test_a_client_that_is_killed_while_the_model_is_sampling(run: Run, replica: 
     until(lambda: run.settled(ledger.objects | set(episode.objects)), "only the next client's object is left")
 
 
-def test_a_client_that_is_killed_while_its_object_is_written(run: Run, replica: Replica, ledger: Ledger) -> None:
-    replica.set("hold-put")
-    client = client_process(run, replica.env)
-    until(lambda: replica.reached("in-put"), "the put begins")
-    client.kill()
-    client.wait(120)
-    replica.clear("hold-put")
-    until(lambda: ledger.new()["kept"] == 1, "the object was written")
-    until(lambda: ledger.new()["abandoned"] + ledger.new()["never_sent"] == 1, "it is dropped, because nobody can take it")
+def test_a_connection_that_breaks_while_its_object_is_written(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        replica.set("hold-put")
+        running = start(client, run)
+        await until_async(lambda: replica.reached("in-put"), "the put begins")
+        (connection,) = [r.client for r in client._replicas.values()]
+        for future in connection._pending.values():
+            future.set_exception(ReplicaDown("the test cut the connection"))
+        connection._pending.clear()
+        connection.socket.close(linger=0)  # no cancel leaves, as if the process had been killed
+        with pytest.raises(ReplicaDown):
+            await running
+        replica.clear("hold-put")
+        await until_async(lambda: ledger.new()["abandoned"] + ledger.new()["never_sent"] == 1, "it is dropped: nobody can take it")
+
+    with_client(run, replica.env, body)
     until(ledger.settled, "nothing is left")
+    assert ledger.new()["kept"] == 1
 
 
 def test_a_full_store_ends_the_episode_and_leaves_nothing(run: Run, replica: Replica, ledger: Ledger) -> None:

@@ -55,7 +55,7 @@ class Renderer:
 def ask(http: Http, capture: Capture, *, prompt: list[int], **sampling: Any) -> dict[str, Any]:
     """Through the real ``renderers.client.generate`` with the adapter installed."""
     with ThreadPoolExecutor(1) as pool:
-        undo = Adapter(capture, pool, None).install()
+        undo = Adapter(capture=capture, executor=pool, model=None).install()
         try:
             result = asyncio.run(
                 renderers.client.generate(

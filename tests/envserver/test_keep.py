@@ -1,7 +1,7 @@
 """All or nothing, whoever gives up and when."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
@@ -18,8 +18,8 @@ class Ledger:
     def __init__(self) -> None:
         self.discarded: list[tuple[tuple[str, ...], str]] = []
 
-    def discard(self, object_ids: object, reason: str = "never_sent") -> int:
-        ids = tuple(object_ids)  # type: ignore[call-overload]
+    def discard(self, object_ids: Iterable[str], reason: str = "never_sent") -> int:
+        ids = tuple(object_ids)
         if ids:
             self.discarded.append((ids, reason))
         return len(ids)

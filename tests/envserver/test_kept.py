@@ -56,11 +56,12 @@ def check_truth(run: Run, sample: BranchSample, sampled: np.ndarray[Any, Any]) -
     assert found["routed_experts"].shape == (tokens, *moe_routing_of(ids).shape[1:])
     np.testing.assert_array_equal(found["routed_experts"][:-1], moe_routing_of(ids)[:-1])
     assert missing_ranges(sample.ref, SCHEMA) == {"routed_experts": (TokenRange(tokens - 1, tokens),)}
-    heads = [head_of(ids, p, SAMPLING["logprobs"]) for p in np.flatnonzero(sampled)]
+    positions = np.flatnonzero(sampled).tolist()
+    heads = [head_of(ids, p, int(SAMPLING["logprobs"])) for p in positions]
     assert found["counts"].tolist() == _spread([len(h) for h in heads], sampled)
     assert found["ids"].tolist() == [i for h in heads for i, _ in h]
     np.testing.assert_array_equal(found["logprobs"], np.asarray([v for h in heads for _, v in h], np.float32))
-    masks = [mask_of(ids, p) for p in np.flatnonzero(sampled)]
+    masks = [mask_of(ids, p) for p in positions]
     assert found["mask_counts"].tolist() == _spread([len(m) for m in masks], sampled)
     assert found["mask_ids"].tolist() == [i for m in masks for i in m]
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from fsref.episodes.address import address_path, publish, read
 from fsref.errors import ReplicaDown
 
 from tests.envserver.engine import Engine
-from tests.envserver.support import SAMPLING, Run, task, until_async, with_client
+from tests.envserver.support import SAMPLING, Replica, Run, task, until_async, with_client
 
 
 def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: Run, engine: Engine) -> None:
@@ -43,26 +44,29 @@ def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: 
             replica.process.kill()
 
 
-def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(run: Run, engine: Engine) -> None:
+def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(
+    run: Run, shared: Callable[[str], Replica], engine: Engine
+) -> None:
     del engine
-    path = address_path(run.folder / "envs", split="train", name="brief", node="local-7")
-    replica = run.start("brief")
-    alive = read(address_path(run.folder / "envs", split="train", name="brief", node="local-0"))
+    shared("lone")
+    path = address_path(run.folder / "envs", split="train", name="lone", node="local-0")
+    alive = read(path)
     assert alive is not None
-    gone = msgspec.structs.replace(alive, label="brief-7", pid=2**22 + 1, nonce="0" * 16)
-    publish(path, gone)
-    publish(path.with_name("brief.local-8.address"), msgspec.structs.replace(alive, label="brief-8", run_uuid="0" * 32, nonce="1" * 16))
+    gone = msgspec.structs.replace(alive, label="lone-7", pid=2**22 + 1, nonce="0" * 16)
+    other = msgspec.structs.replace(alive, label="lone-8", run_uuid="0" * 32, nonce="1" * 16)
+    files = [path.with_name(f"lone.local-{n}.address") for n in (7, 8)]
 
     async def body(client: EpisodeClient) -> None:
         assert (await client.run(task(), target=run.target, sampling=SAMPLING)).ok
-        assert set(client.counts()) == {"brief-0"}
+        assert set(client.counts()) == {"lone-0"}
 
+    for file, record in zip(files, (gone, other), strict=True):
+        publish(file, record)
     try:
-        with_client(run, "brief", body)
+        with_client(run, "lone", body)
     finally:
-        path.unlink()
-        path.with_name("brief.local-8.address").unlink()
-    assert replica.stop() == 0
+        for file in files:
+            file.unlink()
 
 
 def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:

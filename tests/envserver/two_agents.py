@@ -5,12 +5,12 @@ from typing import Any
 import verifiers.v1 as vf
 
 
-class TwoAgentsConfig(vf.EnvConfig):
+class TwoAgentsConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is untyped
     solver: vf.AgentConfig = vf.AgentConfig()
     judge: vf.AgentConfig = vf.AgentConfig()
 
 
-class TwoAgents(vf.Env[TwoAgentsConfig]):
+class TwoAgents(vf.Env[TwoAgentsConfig]):  # type: ignore[misc]
     async def setup(self, agents: Any) -> None:
         agents.judge.trainable = False
 

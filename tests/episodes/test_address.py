@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from fsref.episodes import address
 from fsref.errors import BadRef
+from fsref.journal.identity import process_start
 
 UUID = "0" * 32
 
@@ -64,7 +65,7 @@ def test_this_process_is_not_stale_and_one_of_another_run_is() -> None:
 
 def test_a_process_that_ended_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        start = address.process_start(child.pid)
+        start = process_start(child.pid)
         assert start is not None
         child_record = record(pid=child.pid, pstart=start)
         assert not address.gone(child_record)

@@ -59,7 +59,7 @@ def test_a_branch_is_its_path_of_nodes() -> None:
     assert branch.token_ids.dtype == np.int32
     assert np.flatnonzero(branch.loss_mask).tolist() == [3, 4, 7]
     assert branch.logprobs.tolist() == [0, 0, 0, -4, -5, 0, 0, -8]
-    assert (branch.logprobs.dtype, branch.loss_mask.dtype) == (np.float32, np.bool_)
+    assert [branch.logprobs.dtype.name, branch.loss_mask.dtype.name] == ["float32", "bool"]
 
 
 def test_a_node_that_branches_share_trains_in_the_first_alone() -> None:
@@ -115,7 +115,14 @@ def test_a_summary_has_no_tokens() -> None:
     assert (result.reward, result.metrics, result.turns, result.sampled_tokens, result.ok) == (0.25, {"length": 3.0}, 3, 4, True)
 
 
-MALFORMED = ([], {"v": 2, "branches": {}}, {"v": 1}, *({"v": 1, "branches": b} for b in ({"x": []}, {"0": [1]}, {"-1": []})))
+MALFORMED: list[Any] = [
+    [],
+    {"v": 2, "branches": {}},
+    {"v": 1},
+    {"v": 1, "branches": {"x": []}},
+    {"v": 1, "branches": {"0": [1]}},
+    {"v": 1, "branches": {"-1": []}},
+]
 
 
 @pytest.mark.parametrize("info", MALFORMED)

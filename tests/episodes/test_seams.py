@@ -1,5 +1,7 @@
 """Which versions of verifiers are refused."""
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 pytest.importorskip("verifiers")
@@ -39,7 +41,7 @@ def test_something_that_is_no_version_is_refused() -> None:
 
 def test_without_verifiers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> str:
-        raise seams.PackageNotFoundError
+        raise PackageNotFoundError
 
     monkeypatch.setattr(seams, "version", missing)
     with pytest.raises(MissingExtra, match=r"fsref\[verifiers\]"):
