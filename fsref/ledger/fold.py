@@ -15,6 +15,8 @@ from fsref.refs import check_incarnation
 
 IDS_JOURNAL_MAX: Final = 1 << 26
 """Ids that one journal may name, counted with repetition."""
+VOID_SEQS_MAX: Final = 1 << 20
+"""Sequence numbers are dense: so many may be minted without a keep, more is no honest journal."""
 SeqMap = dict[str, dict[int, Any]]
 """Producer to seq to fact."""
 
@@ -94,6 +96,8 @@ class JournalFold:
         self.absent: SeqMap = {}
         """Ids that a first attempt found absent, to offset."""
         self.adopts: dict[str, Adoption] = {}
+        self.void: set[int] = set()
+        """What the close says never held an object."""
         self.repeats: list[tuple[str, str, int, int]] = []
         """(predicate, id, first offset, second offset): what this journal does twice."""
         self._ids_left = ids_max
@@ -160,6 +164,8 @@ class JournalFold:
     def _keep(self, offset: int, record: Keep) -> None:
         if self.role != "env":
             raise JournalCorrupt(f"{self.inc}: keep at {offset}, which only env incarnations write")
+        if record.s > len(self.kept) + VOID_SEQS_MAX:
+            raise JournalCorrupt(f"{self.inc}: keep of number {record.s} at {offset} after {len(self.kept)} keeps: numbers are dense")
         if record.s in self.kept:
             self.repeats.append(("I1", f"{self.inc}/{record.s}", self.kept[record.s][1], offset))
             return
@@ -240,7 +246,12 @@ class JournalFold:
                 self._spend(len(seqs))
                 into.update(seqs)
 
-    def _close(self, _: int, record: Close) -> None:
+    def _close(self, offset: int, record: Close) -> None:
+        if record.n is not None and record.n > len(self.kept) + VOID_SEQS_MAX:
+            raise JournalCorrupt(f"{self.inc}: close at {offset} counts {record.n} numbers after {len(self.kept)} keeps: numbers are dense")
+        if record.void:
+            self.void.update(unpack_seqs(record.void))
+            self._spend(len(self.void))
         self.close = record
 
     def cut(self, end: int) -> int | None:
@@ -265,6 +276,7 @@ class JournalFold:
         self.adopts = {h: a for h, a in self.adopts.items() if a.offset < end}
         self.repeats = [r for r in self.repeats if r[3] < end]
         self.close = None
+        self.void = set()
         return cut_at
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fsref.ledger.fold import JournalFold
-from fsref.ledger.ids import IDS_RECORD_MAX, sum_of, unpack_seqs
+from fsref.ledger.ids import sum_of
 from fsref.ledger.merge import DropFact, Place, RunFold
 
 
@@ -66,10 +66,11 @@ def i1_keeps(e: Evidence) -> Iterator[Violation]:
         n = found[1].n if found else fold.close.n if fold.close else None
         if n is None or not e.complete:
             continue
-        void = e.run.void.get(inc, set()) | (_closed_void(fold) if not found else set())
+        void = e.run.void.get(inc, set()) if found else fold.void
         named = set(fold.kept) | e.run.extra.get(inc, set()) | void
-        if named != set(range(n)):
-            odd = sorted(named.symmetric_difference(range(n)))[:5]
+        if len(named) != n or (named and max(named) != n - 1):
+            holes = [s for s in range(min(n, len(named) + 1)) if s not in named]
+            odd = (sorted(s for s in named if s >= n) + holes)[:5]
             yield Violation(
                 "I1", inc, f"{n} sequence numbers, but keep, extra and void do not make up 0..{n - 1}: {odd}", ((inc, fold.last),)
             )
@@ -143,11 +144,19 @@ def i4_done(e: Evidence) -> Iterator[Violation]:
                 if not adopted and not own_step:
                     yield Violation("I4", f"{inc}/{seq}", f"done by {journal} without a drop before it", ((journal, offset),))
         for done in fold.step_done:
-            covered = {s for d in fold.step_drops if d.offset < done.offset for s in range(max(d.lo, done.lo), min(d.hi, done.hi) + 1)}
-            if len(covered) != done.hi - done.lo + 1:
+            if not _covers([(d.lo, d.hi) for d in fold.step_drops if d.offset < done.offset], done.lo, done.hi):
                 yield Violation(
                     "I4", f"steps {done.lo}..{done.hi}", f"done by {journal} without a drop before it", ((journal, done.offset),)
                 )
+
+
+def _covers(ranges: list[tuple[int, int]], lo: int, hi: int) -> bool:
+    """Whether ``lo..hi`` lies in the union of ranges, all with both ends included; steps are never counted out one by one."""
+    reached = lo - 1
+    for a, b in sorted(ranges):
+        if a <= reached + 1:
+            reached = max(reached, b)
+    return reached >= hi
 
 
 def i5_no_take_after_drop(e: Evidence) -> Iterator[Violation]:
@@ -323,11 +332,6 @@ def _repeats(e: Evidence, predicate: str, detail: str) -> Iterator[Violation]:
         for which, subject, first, second in fold.repeats:
             if which == predicate:
                 yield Violation(predicate, subject, detail, ((inc, first), (inc, second)))
-
-
-def _closed_void(fold: JournalFold) -> set[int]:
-    from_text = fold.close.void if fold.close else ""
-    return set(unpack_seqs(from_text, ids_max=IDS_RECORD_MAX)) if from_text else set()
 
 
 PREDICATES: Final[dict[str, Callable[[Evidence], Iterator[Violation]]]] = {

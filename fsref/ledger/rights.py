@@ -84,7 +84,10 @@ class EnvRights:
             if seq not in self.unsent and seq not in self.dropped:
                 raise NotHolder(f"{self.inc}/{seq} cannot be discarded: it is not kept here, or its reply was sent and not nacked")
         fresh = [seq for seq in seqs if seq in self.unsent]
-        self._repeated(len(seqs) - len(fresh), lambda: next(s for s in seqs if s in self.dropped))
+        again = [seq for seq in seqs if seq not in self.unsent]
+        if again and self._strict:
+            raise DoubleDrop(f"{self.inc}/{again[0]} was dropped before by this holder")
+        self.suppressed += len(again)
         for seq in fresh:
             del self.unsent[seq]
             self.dropped.add(seq)
@@ -99,12 +102,6 @@ class EnvRights:
         if inc != self.inc:
             raise NotHolder(f"{object_id} was produced by another incarnation than {self.inc}")
         return seq
-
-    def _repeated(self, count: int, which: "object") -> None:
-        if count and self._strict:
-            assert callable(which)
-            raise DoubleDrop(f"{self.inc}/{which()} was dropped before by this holder")
-        self.suppressed += count
 
 
 class ConsumerRights:

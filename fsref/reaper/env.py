@@ -1,15 +1,16 @@
 """The env worker's side: mints ids, records keeps, and removes what never reaches a consumer."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from fsref.errors import Fenced, StoreError
 from fsref.journal.file import now_ms
 from fsref.ledger import records
-from fsref.ledger.ids import pack_seqs
+from fsref.ledger.ids import IDS_RECORD_MAX, pack_seqs
 from fsref.ledger.rights import EnvRights
 from fsref.reaper.holder import Holder, probe
 
-VOID_TEXT_MAX = 50_000
+VOID_TEXT_MAX: Final = 50_000
 
 
 class EnvHolder(Holder):
@@ -103,8 +104,9 @@ class EnvHolder(Holder):
             self._closed = True
             if not self._journal.poisoned and not self._fenced():
                 self._drop(self._rights.discard([f"{self.inc}/{seq}" for seq in list(self._rights.unsent)]), "never_sent")
-            void = pack_seqs(self._rights.void())
-            fits = len(void) <= VOID_TEXT_MAX
+            holes = self._rights.void()
+            void = pack_seqs(holes)
+            fits = len(void) <= VOID_TEXT_MAX and len(holes) <= IDS_RECORD_MAX
             return self._finish(
                 deadline_s=deadline_s, n=self._rights.minted if fits else None, void=void if fits else "", counters=self.counters
             )

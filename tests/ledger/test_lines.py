@@ -23,6 +23,8 @@ from fsref.ledger.records import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.journals import Book, broken
+
 INC = "env.a.0000000000000001"
 OPEN = Open(1, 1, "0" * 32, INC, "h", "b", 1, 1, "u", "l")
 LINES = [encode_line(r) for r in (OPEN, Keep(2, 0, 100, 7, 10, 3), Drop(3, "never_sent", {INC: "0"}), Close(4, 1))]
@@ -135,6 +137,20 @@ def test_a_journal_that_names_too_many_ids_is_refused() -> None:
     fold.feed(100, Drop(1, "never_sent", {INC: "0-99"}))
     with pytest.raises(JournalCorrupt, match="more ids than the limit"):
         fold.feed(200, Drop(1, "never_sent", {INC: "100"}))
+
+
+def test_numbers_that_no_honest_worker_counts_are_refused_and_cost_nothing() -> None:
+    for record in (Keep(1, 9_999_999_999, 1, 1, 1, 1), Close(1, 1 << 62), Close(1, 1, void="0-9999999999")):
+        with pytest.raises(JournalCorrupt):
+            feed(OPEN, record)
+
+
+def test_ranges_over_a_billion_steps_cost_nothing() -> None:
+    trn, r = Book("trn.main.0000000000000001"), Book("rec.main.0000000000000002")
+    trn.drop_steps(0, 999_999_999)
+    trn.done_steps(0, 999_999_999)
+    r.adopt(trn, n=1 << 62)
+    assert broken(trn, r) == {"I3"}
 
 
 def feed(*records: AnyRecord, inc: str = INC) -> JournalFold:
