@@ -48,10 +48,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def set_up_logging(*, verbose: bool) -> None:
-    """Logs of a role on stderr, which the launcher sends to the role's log file."""
+def set_up_logging(*, verbose: bool, level: int = logging.INFO) -> None:
+    """Logs on stderr, which the launcher sends to the role's log file."""
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
+        level=logging.DEBUG if verbose else level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )

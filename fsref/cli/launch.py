@@ -1,6 +1,7 @@
 """The body of ``fsref run``: finds the config, launches, prints what a dry run shows."""
 
 import datetime as dt
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ PACKAGED: Final = "configs"
 
 def main(path: Path, *, overrides: Sequence[str], dry_run: bool, verbose: bool) -> int:
     """Runs the pipeline; returns the exit code."""
-    set_up_logging(verbose=verbose)
+    set_up_logging(verbose=verbose, level=logging.WARNING)  # the board tells what happens
     found = find_config(path)
     if found != path:
         print(f"{path} is not there; using the packaged {found}", file=sys.stderr)  # noqa: T201  said, not silent

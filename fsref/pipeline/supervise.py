@@ -153,6 +153,8 @@ class Supervisor:
             for r in running:
                 self._running.remove(r)
                 self.watcher.reaped(r.role, r.child, codes[r.child.name])
+                if code := codes[r.child.name]:
+                    self.watcher.say(f"while it was stopped, {describe(r.child, code)}")
 
     def _start_all(self, roles: Sequence[RoleCommand]) -> None:
         if roles:

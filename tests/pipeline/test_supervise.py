@@ -245,6 +245,7 @@ def test_a_signal_ends_the_watch_and_a_second_one_the_patience(
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     supervisor.stop()
     assert watched.dead == ["orchestrator -9"]
+    assert watched.said[-1].startswith("while it was stopped, orchestrator was killed by SIGKILL")
 
 
 def test_signal_handlers_are_put_back() -> None:
