@@ -85,7 +85,7 @@ class DemoServer:
         request_id = parsed.request_id or f"generate-tokens-{next(self._ids):08d}"
         if self._routes_log is not None:
             await asyncio.to_thread(self._log_routes, request_id, requests, completions)
-        body = await asyncio.to_thread(reply, request_id, self._limits.model, len(parsed.token_ids), completions)
+        body = await asyncio.to_thread(reply, request_id, self._limits, len(parsed.token_ids), completions)
         return Response(body, media_type=_JSON)
 
     async def _complete(self, http: HttpRequest, requests: Sequence[Request]) -> list[Completion]:

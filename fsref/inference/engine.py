@@ -74,6 +74,8 @@ class Completion:
     """The sampled token first; ``None`` if not asked for."""
     mask: Ragged | None
     """``None`` where no truncation was in force."""
+    route_weights: NDArray[np.float32]
+    """Of the same rows: the weight of each expert, slots in the same order."""
     routes: NDArray[Any]
     """[prompt + completion - 1 - start, layers, top_k] in the dtype of the expert count."""
     versions: tuple[VersionSpan, ...]
@@ -115,7 +117,7 @@ class _Sequence:
             return "stop"
         return "length" if len(self.ids) >= self.request.tokens_max else ""
 
-    def completion(self, routes: NDArray[Any]) -> Completion:
+    def completion(self, routes: NDArray[Any], route_weights: NDArray[np.float32]) -> Completion:
         ids = np.asarray(self.ids, dtype=np.int32)
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
         ends = [start for _, start in self.versions[1:]] + [len(ids)]
@@ -127,6 +129,7 @@ class _Sequence:
             heads=self._heads(ids, logprobs) if self.tops else None,
             mask=_ragged_ids(self.masks) if self.masks else None,
             routes=routes,
+            route_weights=route_weights,
             versions=tuple(VersionSpan(v, a, b) for (v, a), b in zip(self.versions, ends, strict=True)),
         )
 
@@ -322,8 +325,9 @@ class Engine:
 
     def _finish(self, row: int) -> None:
         sequence = self._running[row]
-        routes = self._cache.routes[row, sequence.request.start : sequence.length].numpy()
-        completion = sequence.completion(routes.astype(expert_dtype(self.arch.shape.expert_count)))
+        part = (row, slice(sequence.request.start, sequence.length))
+        routes = self._cache.routes[part].numpy().astype(expert_dtype(self.arch.shape.expert_count))
+        completion = sequence.completion(routes, self._cache.route_weights[part].numpy().copy())
         self._remove(row)
         if sequence.future.set_running_or_notify_cancel():
             sequence.future.set_result(completion)

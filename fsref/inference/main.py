@@ -85,6 +85,7 @@ def serve(config: Config, listener: socket.socket) -> None:
         vocab_count=arch.shape.vocab_count,
         logprobs_max=logprobs_max(config),
         eos_token_id=arch.eos_token_id,
+        routing_weights="routing_weights" in config.run.fields,
     )
     with Engine(
         weights,

@@ -190,6 +190,8 @@ class Cache:
         self.keys = torch.zeros(layers, slots, arch.key_value_heads, context, arch.head_dim, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.routes = torch.zeros(slots, context, routed, arch.shape.top_k, dtype=torch.int32)
+        self.route_weights = torch.zeros(slots, context, routed, arch.shape.top_k)
+        """The weight of each of them, as the expert outputs were summed with."""
         self.cos, self.sin = (t.to(dtype) for t in _phases(arch, context))
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -197,6 +199,7 @@ class Cache:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
         self.routes[target, :length] = self.routes[source, :length]
+        self.route_weights[target, :length] = self.route_weights[source, :length]
 
 
 def _phases(arch: Architecture, context: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,11 +260,12 @@ def forward(weights: Weights, arch: Architecture, cache: Cache, groups: Sequence
         values[slots_N, :, positions_N] = h[:, heads:]
         o_NH = torch.cat([v.attend(qk[v.rows, : arch.heads], keys, values) for v in views])
         x_NH = x_NH + functional.linear(o_NH, layer.out)
-        y_NH, route_NK = _experts_forward(_norm(x_NH, layer.norm_out, arch.eps), layer, arch)
+        y_NH, route = _experts_forward(_norm(x_NH, layer.norm_out, arch.eps), layer, arch)
         x_NH = x_NH + y_NH
-        if route_NK is not None:
-            routes.append(route_NK)
-    cache.routes[slots_N, positions_N] = torch.stack(routes, dim=1).int()
+        if route is not None:
+            routes.append(route)
+    cache.routes[slots_N, positions_N] = torch.stack([ids for ids, _ in routes], dim=1).int()
+    cache.route_weights[slots_N, positions_N] = torch.stack([top for _, top in routes], dim=1)
     last_BH = x_NH[torch.cat([v.lasts for v in views])]
     return functional.linear(_norm(last_BH, weights.norm, arch.eps), weights.head).float()
 
@@ -292,8 +296,8 @@ class _View:
         return o.view(b, arch.key_value_heads, -1, t, arch.head_dim).permute(0, 3, 1, 2, 4).reshape(b * t, -1)
 
 
-def _experts_forward(x_NH: torch.Tensor, layer: Layer, arch: Architecture) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The layer's output for N tokens and the ids [N, K] of the experts used (``None`` if the layer is dense)."""
+def _experts_forward(x_NH: torch.Tensor, layer: Layer, arch: Architecture) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The layer's output for N tokens, with ids and weights [N, K] of the experts used (``None`` if the layer is dense)."""
     inner = torch.bmm(x_NH.expand(len(layer.gate_up), *x_NH.shape), layer.gate_up)
     gate, up = inner.chunk(2, dim=-1)
     out_ENH = torch.bmm(functional.silu(gate) * up, layer.down)
@@ -304,4 +308,4 @@ def _experts_forward(x_NH: torch.Tensor, layer: Layer, arch: Architecture) -> tu
     if arch.norm_topk:
         top = top / top.sum(dim=-1, keepdim=True)
     weight_NE = torch.zeros_like(scores, dtype=x_NH.dtype).scatter_(1, ids_NK, top.to(x_NH.dtype))
-    return torch.bmm(weight_NE[:, None], out_ENH.transpose(0, 1))[:, 0], ids_NK
+    return torch.bmm(weight_NE[:, None], out_ENH.transpose(0, 1))[:, 0], (ids_NK, top)

@@ -14,6 +14,7 @@ from fsref.inference.engine import Completion, Request
 from fsref.inference.sampling import Sampling
 from fsref.wire.logprobs import encode_content
 from fsref.wire.masks import encode_sampling_mask
+from fsref.wire.openfields import encode_open_field
 from fsref.wire.routing import encode_routed_experts
 
 CHOICES_MAX: Final = 64
@@ -104,6 +105,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_count: int
     logprobs_max: int
     eos_token_id: int | None
+    routing_weights: bool = False
+    """Send the experts' weights beside their ids, in the form of an open field (``fsref.wire.openfields``)."""
 
 
 def parse_generate(body: bytes, limits: Limits) -> GenerateRequest:
@@ -160,14 +163,14 @@ def engine_requests(request: GenerateRequest, limits: Limits, *, seed: int) -> l
     ]
 
 
-def reply(request_id: str, model: str, prompt_count: int, completions: list[Completion]) -> bytes:
+def reply(request_id: str, limits: Limits, prompt_count: int, completions: list[Completion]) -> bytes:
     """The reply body for all choices."""
     tokens = sum(len(c.token_ids) for c in completions)
     body = {
         "request_id": request_id,
-        "model": model,
+        "model": limits.model,
         "created": int(time.time()),
-        "choices": [_choice(i, c) for i, c in enumerate(completions)],
+        "choices": [_choice(i, c, limits) for i, c in enumerate(completions)],
         "usage": {"prompt_tokens": prompt_count, "completion_tokens": tokens, "total_tokens": prompt_count + tokens},
         "prompt_logprobs": None,
         "kv_transfer_params": None,
@@ -176,12 +179,14 @@ def reply(request_id: str, model: str, prompt_count: int, completions: list[Comp
     return msgspec.json.encode(body)
 
 
-def _choice(index: int, completion: Completion) -> dict[str, Any]:
+def _choice(index: int, completion: Completion, limits: Limits) -> dict[str, Any]:
     ids = completion.token_ids.tolist()
     content = None
     if completion.heads is not None:
         content = encode_content(token_ids=ids, logprobs=completion.logprobs, heads=completion.heads, ranks=completion.ranks.tolist())
+    open_fields = {"routing_weights": encode_open_field(completion.route_weights)} if limits.routing_weights else {}
     return {
+        **open_fields,
         "index": index,
         "token_ids": ids,
         "finish_reason": completion.finish_reason,

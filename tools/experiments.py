@@ -1,0 +1,136 @@
+"""The experiments behind docs/results.md: real runs of `fsref run`, their curves and tables. Every figure there comes from here.
+
+    python tools/experiments.py learning   # three seeds, each also with shuffled advantages; writes docs/results/learning.{json,png}
+    python tools/experiments.py replay     # with replay, beside the same batches routed by the trainer itself; docs/results/replay.json
+    python tools/experiments.py bytes      # env server to orchestrator to trainer, inline against by reference; docs/results/bytes.json
+
+Options after the name go to `fsref run` (for example --run.steps 8). Runs lie under --out (default: a new folder below runs/).
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+SEEDS = (0, 1, 2)
+
+
+def main() -> int:
+    name, *options = sys.argv[1:] or ["help"]
+    experiments = {"learning": learning, "replay": replay, "bytes": bytes_moved}
+    if name not in experiments:
+        print(__doc__)
+        return 2
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    experiments[name](options)
+    return 0
+
+
+def run(config: str, run_id: str, options: Sequence[str]) -> Path:
+    """One `fsref run`; returns its run folder. Raises if it did not end PROVED."""
+    out = Path(os.environ.get("FSREF_EXPERIMENTS") or tempfile.mkdtemp(prefix="fsref-experiments-"))
+    command = [sys.executable, "-m", "fsref", "run", str(ROOT / "configs" / config), "--run.root", str(out), "--run.id", run_id, *options]
+    print("$", " ".join(command[1:]), flush=True)
+    subprocess.run(command, check=True, cwd=ROOT)
+    return out / run_id
+
+
+def series(run_dir: Path, role: str, name: str) -> list[float]:
+    """A metric's values by step."""
+    found: dict[int, float] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["role"] == role and name in event:
+            found[event["step"]] = event[name]
+    return [found[step] for step in sorted(found)]
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def rise(rewards: Sequence[float]) -> dict[str, float]:
+    """Mean of the last quarter of the steps minus the first quarter's, and its standard error from the scatter of steps."""
+    n = max(2, len(rewards) // 4)
+    first, last = rewards[:n], rewards[-n:]
+    error = math.sqrt(statistics.variance(first) / n + statistics.variance(last) / n)
+    gain = statistics.mean(last) - statistics.mean(first)
+    return {"first": statistics.mean(first), "last": statistics.mean(last), "rise": gain, "standard_error": error, "ratio": gain / error}
+
+
+def learning(options: Sequence[str]) -> None:
+    """Mean reward by step, with advantages and with shuffled ones."""
+    curves: dict[str, Any] = {}
+    for shuffled in (False, True):
+        for seed in SEEDS:
+            label = f"seed {seed}{', shuffled advantages' if shuffled else ''}"
+            extra = ["--run.seed", str(seed), *(["--orchestrator.shuffle_advantages", "true"] if shuffled else []), *options]
+            folder = run("local.toml", f"learning-{seed}-{'shuffled' if shuffled else 'real'}", extra)
+            rewards = series(folder, "orchestrator", "reward/mean")
+            curves[label] = {"rewards": rewards, **rise(rewards)}
+            print(label, {k: round(v, 4) for k, v in rise(rewards).items()}, flush=True)
+    write("learning", {"machine": machine(), "options": list(options), "curves": curves})
+    plot(curves)
+
+
+def plot(curves: dict[str, Any]) -> None:
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for label, curve in curves.items():
+        axes.plot(curve["rewards"], label=label, linestyle="--" if "shuffled" in label else "-", linewidth=1.5)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("mean reward of the batch")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "learning.png", dpi=110)
+
+
+REPLAY_METRICS = (
+    "mismatch_kl/mean",
+    "mismatch_kl/without_replay",
+    "routing/rows_different_share",
+    "routing/rows_different_share_without_replay",
+)
+
+
+def replay(options: Sequence[str]) -> None:
+    """The same batches through the trainer with the sampler's routes and with its own."""
+    out: dict[str, Any] = {}
+    configs = {"demo server (bfloat16)": "local.toml"}
+    if os.environ.get("FSREF_VLLM_PYTHON"):
+        configs["vLLM"] = "local-vllm.toml"
+    for label, config in configs.items():
+        extra = ["--trainer.loss.compare_replay", "true", "--orchestrator.ahead_max", "0", *options]
+        folder = run(config, f"replay-{label.split()[0]}", extra)
+        out[label] = {name: statistics.mean(series(folder, "trainer", name)) for name in REPLAY_METRICS}
+        print(label, out[label], flush=True)
+    write("replay", {"machine": machine(), "options": list(options), "means_over_steps": out})
+
+
+def bytes_moved(options: Sequence[str]) -> None:
+    """Bytes on both hops, per step: what was sent, and what the same payloads would have added inline."""
+    folder = run("local.toml", "bytes", options)
+    names = ("wire/bytes_received", "wire/bytes_inline", "step_file/bytes", "step_file/bytes_inline")
+    out = {name: statistics.mean(series(folder, "orchestrator", name)) for name in names}
+    print(out, flush=True)
+    write("bytes", {"machine": machine(), "options": list(options), "means_over_steps": out})
+
+
+def write(name: str, data: dict[str, Any]) -> None:
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
