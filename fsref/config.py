@@ -251,8 +251,15 @@ class LedgerSection(Section, frozen=True, kw_only=True):
     strict: bool = False
     """Raise on a second drop of the same object by the same holder; else it is suppressed and counted."""
     batch_ids_max: Count = 1000
+    """Ids of one deletion batch."""
     batch_wait_s: Positive = 0.1
+    """How long a dropped object may wait for others, so that they are removed together."""
     delete_threads: Count = 4
+    """Threads that remove objects, per process."""
+    adopt_poll_s: Positive = 1.0
+    """Between the orchestrator's looks for replicas that died."""
+    adopt_drain_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Between the sight of a dead replica and its adoption, so that replies that arrived before are still taken."""
 
 
 class LauncherSection(Section, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from fsref.config import LedgerSection
 from fsref.errors import FsrefError, LedgerError, RunBusy
 from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms, parts_of
+from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
@@ -15,6 +16,7 @@ from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
 from fsref.reaper.holder import Holder
+from fsref.reaper.watch import DeathWatch
 from fsref.store.base import Store
 
 
@@ -27,7 +29,11 @@ class ConsumerHolder(Holder):
         if role not in ("orc", "evl"):
             raise ValueError(f"a consumer's role is 'orc' or 'evl', not {role!r}")
         self.role = role
+        self._watch: DeathWatch | None = None
         super().__init__(store, ledger_dir, run=run, label=label, section=section)
+        if role == "orc":
+            seconds = self._section
+            self._watch = DeathWatch(self.dead_incarnations, self.adopt, poll_s=seconds.adopt_poll_s, drain_s=seconds.adopt_drain_s)
 
     def _open(self) -> None:
         super()._open()
@@ -133,10 +139,17 @@ class ConsumerHolder(Holder):
         return self._adopted[inc]
 
     def dead_incarnations(self) -> list[str]:
-        """Env incarnations with a ``.dead`` marker that nobody has adopted: what ``adopt`` should be called for, after draining."""
+        """Env incarnations with a ``.dead`` marker that nobody else adopted: what ``adopt`` should be called for, after draining.
+
+        An orchestrator does that by itself (``ledger.adopt_poll_s``).
+        """
         names = {path.name for path in self._ledger_dir.iterdir()}
         found = (name.removesuffix(".dead") for name in names if name.startswith("env.") and name.endswith(".dead"))
-        return sorted(inc for inc in found if f"{inc}.adopted" not in names and f"{inc}.jnl" in names)
+        return sorted(inc for inc in found if f"{inc}.jnl" in names and inc not in self._adopted and self._may_adopt(inc, names))
+
+    def _may_adopt(self, inc: str, names: set[str]) -> bool:
+        """No fence, or our own: then an earlier attempt stopped behind it."""
+        return f"{inc}.adopted" not in names or read_adopted(self._ledger_dir, inc) == self.inc
 
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""
@@ -148,6 +161,8 @@ class ConsumerHolder(Holder):
 
         Driven by the ledger, so no queue can be forgotten. Removes up to the deadline; returns how many removals are still pending.
         """
+        if self._watch is not None:
+            self._watch.close(deadline_s=deadline_s)
         with self._lock:
             if self._closed:
                 return 0
@@ -171,4 +186,6 @@ class ConsumerHolder(Holder):
             "suppressed": self._rights.suppressed,
             "dup_reply": self._rights.dup_reply,
             "late_refused": self._rights.late_refused,
+            "adopted": len(self._adopted),
+            "adoption_failures": self._watch.failed if self._watch else 0,
         }

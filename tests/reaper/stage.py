@@ -1,7 +1,7 @@
 """A run's folder with a store whose failures are set from outside, and short cuts to act the roles."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsref.config import LedgerSection
@@ -28,17 +28,33 @@ class FaultyStore(PosixStore):
         self.gate = threading.Event()
         self.gate.set()
         self.deletes: list[str] = []
+        self.lists = 0
+        self._happened = threading.Condition()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that comes with a listing or a deletion."""
+        with self._happened:
+            assert self._happened.wait_for(condition, timeout=60)
+
+    def _tell(self) -> None:
+        with self._happened:
+            self._happened.notify_all()
 
     def delete(self, names: Sequence[str]) -> dict[str, Deletion | StoreError]:
         assert self.gate.wait(60)
         self.deletes += names
-        if self.delete_failures > 0:
-            self.delete_failures -= 1
-            return {name: StoreUnavailable(f"{name}: told to fail") for name in names}
-        return super().delete(names)
+        try:
+            if self.delete_failures > 0:
+                self.delete_failures -= 1
+                return {name: StoreUnavailable(f"{name}: told to fail") for name in names}
+            return super().delete(names)
+        finally:
+            self._tell()
 
     def list(self, prefix: str):  # type: ignore[no-untyped-def]
         entries: list[Entry] = list(super().list(prefix))
+        self.lists += 1
+        self._tell()
         if self.list_fails:
             raise StoreUnavailable(f"listing {prefix}: told to fail")
         return iter(entries)
@@ -47,12 +63,12 @@ class FaultyStore(PosixStore):
 class Stage:
     """One run."""
 
-    def __init__(self, root: Path, *, strict: bool = False) -> None:
+    def __init__(self, root: Path, *, strict: bool = False, adopt_poll_s: float = 3600.0) -> None:
         self.root = root
         self.store = FaultyStore(root / RUN)
         self.ledger = root / RUN / "ledger"
         self.run: RunInfo = create_run(self.store, RUN, Schema((top_logprobs(),)))
-        self.section = LedgerSection(strict=strict, batch_wait_s=0.01)
+        self.section = LedgerSection(strict=strict, batch_wait_s=0.01, adopt_poll_s=adopt_poll_s, adopt_drain_s=0.0)
         self.batches: dict[int, list[str]] = {}
         self._requests = 0
 
@@ -109,6 +125,9 @@ class Stage:
 
     def kill(self, holder: EnvHolder | ConsumerHolder | StepHolder, *, reaped: bool = True) -> None:
         """Ends an incarnation as a kill would: no close, its lock is free; its launcher notes that it reaped the process."""
+        watch = getattr(holder, "_watch", None)
+        if watch is not None:
+            watch.close(deadline_s=60.0)
         holder._deleter.close(deadline_s=0.0)
         holder._journal.close()
         if reaped:

@@ -45,6 +45,29 @@ def test_a_dead_replica_is_adopted_and_the_run_ends_proved(stage: Stage) -> None
     assert "1 adopted: 1 dead" in found.render()[1]
 
 
+def test_an_orchestrator_adopts_dead_replicas_by_itself(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, adopt_poll_s=0.02)
+    with stage.store:
+        orc, replicas = stage.orc(), [stage.env(f"math-{n}-0") for n in range(3)]
+        for env in replicas:
+            stage.put(env, 2)
+        stage.store.list_fails = True
+        for env in replicas[:2]:
+            stage.kill(env)
+        stage.store.wait_until(lambda: stage.store.lists > 5)
+        assert orc.counters["adoption_failures"] >= 3
+        assert len(stage.objects()) == 6
+        stage.store.list_fails = False
+        stage.store.wait_until(lambda: len(stage.objects()) == 2)
+        assert orc.counters["adopted"] == 2
+        assert stage.reply(replicas[2], orc)
+        orc.close()
+        replicas[2].close()
+        found = stage.audit()
+        assert found.verdict is Verdict.PROVED, found.render()
+        assert found.totals.dropped_by == {"orphan": 4, "never_sent": 2, "shutdown": 1}
+
+
 def test_adopting_again_changes_nothing(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     stage.put(env)
