@@ -184,6 +184,8 @@ class LossSection(Section, frozen=True, kw_only=True):
 
     replay: bool = True
     """Route as the sampler did."""
+    compare_replay: bool = False
+    """Also runs every micro batch the other way round (without replay, or with), for the metrics only: one more forward, no gradient."""
     ratio_low: Fraction = 0.5
     ratio_high: Annotated[float, Meta(ge=1)] = 2.0
     """IcePop band: a token whose trainer-to-sampler ratio lies outside gives no policy gradient."""
@@ -424,7 +426,9 @@ def _element(items: list[Any], part: str, key: str) -> Any:
 
 
 def _toml_value(text: str) -> Any:
+    """``text`` as one TOML value, else as the string that it is."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        found = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return found["x"] if set(found) == {"x"} else text

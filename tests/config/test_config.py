@@ -60,6 +60,7 @@ def test_the_json_form_is_read_by_its_suffix_and_takes_overrides(tmp_path: Path)
         ("trainer.loss.replay=false", lambda c: c.trainer.loss.replay is False),
         ('run.fields=["top_logprobs"]', lambda c: c.run.fields == ("top_logprobs",)),
         ("env.0.replicas=5", lambda c: c.env[0].replicas == 5),
+        ("run.root=3\ny = 4", lambda c: c.run.root == "3\ny = 4"),
         ("codec.name=none", lambda c: c.codec == Codec(name="none")),
         ("env.0.args={count = 3}", lambda c: c.env[0].args == {"count": 3}),
     ],
