@@ -30,10 +30,14 @@ class StepSums:
     loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))
     routing_rows: int = 0
     routing_rows_different: int = 0
+    other_loss: Tensor = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))
+    """The same micro batches with ``loss.replay`` the other way round, if that was asked for."""
+    other_rows_different: int = 0
 
     def vector(self) -> Tensor:
         """float64: everything in one tensor, for one all-reduce."""
-        return torch.cat([self.loss, torch.tensor([self.routing_rows, self.routing_rows_different], dtype=torch.float64)])
+        rows = [self.routing_rows, self.routing_rows_different, self.other_rows_different]
+        return torch.cat([self.loss, self.other_loss, torch.tensor(rows, dtype=torch.float64)])
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Update:
     """The names of ``loss.SUMS``, over all ranks."""
     routing_rows: float
     routing_rows_different: float
+    other_sums: Mapping[str, float]
+    """As ``sums``, with ``loss.replay`` the other way round; zeros unless ``loss.compare_replay``."""
+    other_rows_different: float
 
 
 class Learner:
@@ -78,6 +85,8 @@ class Learner:
             self._train(batch, rows, fresh_T)
         self._sums.routing_rows += used.rows
         self._sums.routing_rows_different += used.rows_different
+        if self._config.loss.compare_replay:
+            self._compare(batch, rows, fresh_T, routing.rows, compared)
         return used
 
     def update(self) -> Update:
@@ -85,7 +94,9 @@ class Learner:
         vector = self._sums.vector()
         self._ranks.sum_in_place(vector)
         self._ranks.sum_in_place(self._gradient)
-        sums = dict(zip(SUMS, vector.tolist(), strict=False))
+        values = vector.tolist()
+        sums = dict(zip(SUMS, values, strict=False))
+        other = dict(zip(SUMS, values[len(SUMS) :], strict=False))
         self._gradient.div_(max(1.0, sums["tokens"]))
         norm = float(torch.linalg.vector_norm(self._gradient))
         skipped = not sums["tokens"] or not torch.isfinite(torch.tensor(norm)).item()
@@ -94,13 +105,22 @@ class Learner:
             self.optimizer.step()
         self._gradient.zero_()
         self._sums = StepSums()
-        return Update(norm, skipped, sums, float(vector[-2]), float(vector[-1]))
+        return Update(norm, skipped, sums, values[-3], values[-2], other, values[-1])
 
     def _train(self, batch: PackedMicroBatch, rows: Tensor, fresh_T: Tensor | None) -> None:
         logits = logits_at(self.model, batch, rows, dtype=self._dtype)
         result = micro_batch_loss(logits, batch, rows, config=self._config.loss, fresh_T=fresh_T)
         result.loss.backward()
         self._sums.loss += result.sums.cpu()
+
+    @torch.no_grad()
+    def _compare(self, batch: PackedMicroBatch, rows: Tensor, fresh_T: Tensor | None, routes: Tensor, compared: Tensor) -> None:
+        """The forward with replay the other way round; its sums go to the metrics and nowhere else."""
+        assert self._router is not None
+        with self._router.block(routes, replay=not self._config.loss.replay, valid_T=compared, capture=False) as used:
+            logits = logits_at(self.model, batch, rows, dtype=self._dtype)
+        self._sums.other_loss += micro_batch_loss(logits, batch, rows, config=self._config.loss, fresh_T=fresh_T).sums.cpu()
+        self._sums.other_rows_different += used.rows_different
 
 
 def _flat_gradient(parameters: list[nn.Parameter]) -> Tensor:

@@ -149,9 +149,11 @@ class Trainer:
         exported_s = self._export()
         self.committer.after_step(step)
 
+        loss = self.config.trainer.loss
         shared = self.ranks.gather((payload | {"payload/generated_routing": float(generated)}, metrics.sample_sums(rank_file), _memory()))
         return {
             **metrics.loss_metrics(update),
+            **(metrics.comparison_metrics(update, replay=loss.replay) if loss.compare_replay else {}),
             **metrics.added(p for p, _, _ in shared),
             **metrics.sample_metrics(metrics.added(s for _, s, _ in shared)),
             **{name: max(m[name] for _, _, m in shared) for name in _memory()},

@@ -17,6 +17,17 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def comparison_metrics(update: Update, *, replay: bool) -> dict[str, float]:
+    """What ``loss.compare_replay`` measured: the figures of the pass that did not train, named after what it did."""
+    s = update.other_sums
+    suffix = "without_replay" if replay else "with_replay"
+    return {
+        f"mismatch_kl/{suffix}": share(s["mismatch_kl"], s["tokens"] - s["tokens_unscored"]),
+        f"mismatch_kl/fresh_{suffix}": share(s["mismatch_kl_fresh"], s["tokens_fresh"]),
+        f"routing/rows_different_share_{suffix}": share(update.other_rows_different, update.routing_rows),
+    }
+
+
 def loss_metrics(update: Update) -> dict[str, float]:
     """Means over the step's trained tokens, from sums over all ranks."""
     s = update.sums

@@ -110,3 +110,24 @@ def test_rows_that_route_differently_are_summed_over_micro_batches() -> None:
     update = learner.update()
     assert update.routing_rows == 32
     assert 0 < update.routing_rows_different <= 32
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_the_comparison_pass_measures_the_other_way_and_changes_no_bit_of_the_update(replay: bool) -> None:
+    plain, compared = (settings(loss=LossSection(ratio_low=0.0, replay=replay, compare_replay=c)) for c in (False, True))
+    learners = [Learner(tiny_model(), alone(c), SCHEMA, c) for c in (plain, compared)]
+    for learner in learners:
+        learner.add(batch(1))
+        learner.add(batch(2))
+    without, with_ = (learner.update() for learner in learners)
+    for mine, theirs in zip(learners[0].model.parameters(), learners[1].model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    other = settings(loss=LossSection(ratio_low=0.0, replay=not replay))
+    reference = Learner(tiny_model(), alone(other), SCHEMA, other)
+    reference.add(batch(1))
+    reference.add(batch(2))
+    expected = reference.update()
+    assert with_.other_sums["mismatch_kl"] == pytest.approx(expected.sums["mismatch_kl"], rel=1e-5)
+    assert with_.other_rows_different == expected.routing_rows_different
+    assert (with_.sums["loss"], without.other_sums["tokens"]) == (without.sums["loss"], 0.0)
+    assert (with_.routing_rows_different == 0) is replay
