@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
+
 from fsref import config, refs
 
 ROOT = Path(__file__).resolve().parent.parent
