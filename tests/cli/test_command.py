@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fsref.cli.app import app
 from fsref.cli.failures import exit_code, one_line
 from fsref.cli.roles import ROLES, Role, find

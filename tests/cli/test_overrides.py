@@ -1,6 +1,7 @@
 """Any setting as an option."""
 
 import pytest
+
 from fsref.cli.overrides import split
 from fsref.errors import ConfigError
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref import config as settings
 from fsref.cli import roles
 from fsref.cli.failures import report

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref import config as settings
 from fsref.config import Config, EnvSection
 from fsref.errors import ConfigError
 from fsref.refs import Codec
-from hypothesis import given
-from hypothesis import strategies as st
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
 from fsref import doctor
 from fsref.cli.check import line, main
 from fsref.doctor import Check, clock, examine, failed, filesystem, packages, required, root_checks

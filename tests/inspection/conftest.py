@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fsref import steps
 from fsref.inspection.find import Place, find_run
 from fsref.journal import RunInfo, create_run

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+
 from fsref import config as settings
 from fsref.config import Config, RunSection, StoreSection
 from fsref.errors import ConfigError
 from fsref.inspection.find import expand, find_run, parse_object, parse_short, parse_step, shorten
-
 from tests.inspection.conftest import Run
 
 INC = "env.demo-0-0.0123456789abcdef"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fsref.cli.show import main
 from fsref.errors import ConfigError, MissingExtra, ObjectCorrupt, ObjectMissing
 from fsref.inspection.load import LayerLoad
@@ -12,7 +13,6 @@ from fsref.inspection.object import file_report, object_report
 from fsref.inspection.run import run_report
 from fsref.inspection.step import step_report
 from fsref.refs import object_name
-
 from tests.inspection.conftest import TOKENS, Run, payload
 
 

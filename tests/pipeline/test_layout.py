@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
+
 from fsref.config import Config, EnvSection, InferenceSection, ModelSection, RunSection, TrainerSection
 from fsref.errors import ConfigError
 from fsref.pipeline.layout import Part, free_ports, mint_run_id, resolve, role_commands
 from fsref.pipeline.run import make_plan
 from fsref.refs import check_run
-from msgspec.structs import replace
 
 NOW = dt.datetime(2026, 1, 31, 23, 59, 58, tzinfo=dt.UTC)
 

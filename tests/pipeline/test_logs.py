@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from fsref.pipeline.logs import BYTES_TAIL, LINE_MAX, last_error
 
 TRACEBACK = """Traceback (most recent call last):

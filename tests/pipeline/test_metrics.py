@@ -4,10 +4,11 @@ import io
 import json
 from pathlib import Path
 
+from rich.console import Console
+
 from fsref.events import Event, JsonLines
 from fsref.pipeline.board import LiveBoard, PlainBoard
 from fsref.pipeline.metrics import TITLES, Follower, show_bytes
-from rich.console import Console
 
 
 def write(path: Path, role: str, step: int, **metrics: float) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from fsref.errors import RoleFailed
 from fsref.pipeline.processes import Command, Family
-
 from tests.pipeline.conftest import Script
 
 Until = Callable[[Callable[[], bool]], None]

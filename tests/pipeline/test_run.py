@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from fsref import config as settings
 from fsref.config import Config, EnvSection, LauncherSection, ModelSection, OrchestratorSection, RunSection
 from fsref.errors import ConfigError, ObjectMissing, RoleFailed, RunBusy, StoreDenied, StoreError

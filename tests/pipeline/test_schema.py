@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from fsref.config import Config, ModelSection, RunSection
 from fsref.errors import ConfigError
 from fsref.pipeline.schema import build_schema, check_names

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+
 from fsref.config import Config, EnvSection, InferenceSection, LauncherSection, OrchestratorSection
 from fsref.errors import ReplicaDown, RoleFailed
 from fsref.pipeline.layout import Part, RoleCommand
 from fsref.pipeline.processes import Child, Command, Family
 from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
-from msgspec.structs import replace
-
 from tests.pipeline.conftest import Script
 
 Make = Callable[..., Supervisor]
