@@ -3,13 +3,14 @@
 Owns the order: proof of death, fence, journal, complete listing, record, drops. Refuses an incarnation that may be alive.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsref.errors import LedgerError
+from fsref.errors import Fenced, LedgerError
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import sync_journal
-from fsref.journal.markers import write_adopted
+from fsref.journal.markers import read_adopted, write_adopted
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.ledger.predicates import StoreView
 from fsref.reaper.listing import list_objects
@@ -42,6 +43,18 @@ class Adopted:
     """Objects that are gone without a drop: the audit will say so."""
     staging: int
     """Staging files that were removed."""
+
+
+def fence(ledger_dir: Path, h: str, *, by: str, ended: Container[str]) -> None:
+    """Fences ``h`` for ``by``. A fence that one of ``ended`` put up before it died, without its record, comes with the rights of that one.
+
+    Raises ``Fenced`` if the fence belongs to anybody else.
+    """
+    owner = read_adopted(ledger_dir, h)
+    if owner is None:
+        write_adopted(ledger_dir, h, by=by)
+    elif owner != by and owner not in ended:
+        raise Fenced(f"{h} was adopted by {owner}, which is not known to have ended")
 
 
 def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uuid: str, force: bool = False) -> Remains:

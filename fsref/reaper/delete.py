@@ -7,7 +7,6 @@ Refuses to decide what may be removed; that was recorded before it is called.
 import random
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
@@ -42,26 +41,47 @@ def back_off_s(attempt: int, *, rng: random.Random) -> float:
     return rng.uniform(ceiling / 2, ceiling)
 
 
-def delete_once(store: Store, object_ids: Sequence[str], pool: ThreadPoolExecutor | None = None, *, threads: int = 1) -> Outcome:
-    """One attempt for each id; ``absent`` is what this attempt found absent. Never raises ``StoreError``."""
+def delete_once(store: Store, object_ids: Sequence[str], *, threads: int = 1) -> Outcome:
+    """One attempt for each id; ``absent`` is what this attempt found absent. Raises ``BadRef`` before any I/O, never ``StoreError``."""
     names = {object_name(o): o for o in object_ids}
-    listed = list(names)
-    size = max(SLICE_IDS_MIN, -(-len(listed) // max(1, threads)))
-    slices = [listed[at : at + size] for at in range(0, len(listed), size)]
-    results = map(store.delete, slices) if pool is None or len(slices) < 2 else pool.map(store.delete, slices)
+    outcomes = _delete_names(store, list(names), threads=threads)
     done: list[str] = []
     absent: list[str] = []
     failed: dict[str, StoreError] = {}
-    for part, outcomes in zip(slices, results, strict=True):
-        for name in part:
-            outcome = outcomes.get(name)
-            if isinstance(outcome, Deletion):
-                done.append(names[name])
-                if outcome is Deletion.ABSENT:
-                    absent.append(names[name])
-            else:
-                failed[names[name]] = outcome or StoreError(f"{store.url} gave no outcome for {name}")
+    for name, object_id in names.items():
+        outcome = outcomes.get(name)
+        if isinstance(outcome, Deletion):
+            done.append(object_id)
+            if outcome is Deletion.ABSENT:
+                absent.append(object_id)
+        else:
+            failed[object_id] = outcome or StoreError(f"{store.url} gave no outcome for {name}")
     return Outcome(tuple(done), tuple(absent), failed)
+
+
+def _delete_names(store: Store, names: list[str], *, threads: int) -> dict[str, Deletion | StoreError]:
+    """Slices of the names side by side. Daemon threads, so that one that is stuck in the kernel keeps no process from its end."""
+    size = max(SLICE_IDS_MIN, -(-len(names) // max(1, threads)))
+    slices = [names[at : at + size] for at in range(0, len(names), size)]
+    outcomes: dict[str, Deletion | StoreError] = {}
+    bugs: list[Exception] = []
+
+    def work(part: list[str]) -> None:
+        try:
+            outcomes.update(store.delete(part))
+        except Exception as e:  # noqa: BLE001 - carried to the caller's thread and raised there
+            bugs.append(e)
+
+    helpers = [threading.Thread(target=work, args=(part,), name="fsref-delete", daemon=True) for part in slices[1:]]
+    for helper in helpers:
+        helper.start()
+    for part in slices[:1]:
+        work(part)
+    for helper in helpers:
+        helper.join()
+    if bugs:
+        raise bugs[0]
+    return outcomes
 
 
 def delete_objects(
@@ -79,15 +99,14 @@ def delete_objects(
     done: list[str] = []
     absent: tuple[str, ...] = ()
     attempt = retries = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="fsref-delete") as pool:
-        while True:
-            result = delete_once(store, left, pool, threads=threads)
-            done += result.done
-            if attempt == 0:
-                absent = result.absent
-            wait_s = back_off_s(attempt, rng=rng)
-            if not result.failed or monotonic() + wait_s >= end or waiter.wait(wait_s):
-                return Outcome(tuple(done), absent, result.failed, retries)
-            left = list(result.failed)
-            retries += len(left)
-            attempt += 1
+    while True:
+        result = delete_once(store, left, threads=threads)
+        done += result.done
+        if attempt == 0:
+            absent = result.absent
+        wait_s = back_off_s(attempt, rng=rng)
+        if not result.failed or monotonic() + wait_s >= end or waiter.wait(wait_s):
+            return Outcome(tuple(done), absent, result.failed, retries)
+        left = list(result.failed)
+        retries += len(left)
+        attempt += 1

@@ -9,7 +9,6 @@ import random
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 
@@ -86,16 +85,14 @@ class Deleter:
         return self.pending
 
     def _run(self) -> None:
-        threads = self._section.delete_threads
-        with ThreadPoolExecutor(threads, thread_name_prefix="fsref-delete") as pool:
-            while (batch := self._next_batch()) is not None:
-                try:
-                    self._remove(batch, pool)
-                except FsrefError as e:
-                    with self._wake:
-                        self._failure = e
-                        self._wake.notify_all()
-                    return
+        while (batch := self._next_batch()) is not None:
+            try:
+                self._remove(batch)
+            except FsrefError as e:
+                with self._wake:
+                    self._failure = e
+                    self._wake.notify_all()
+                return
 
     def _next_batch(self) -> list[tuple[str, int]] | None:
         """Waits for ids: until the batch is full or its oldest id waited long enough. None when it is time to stop."""
@@ -125,11 +122,11 @@ class Deleter:
             self._busy = len(batch)
             return batch
 
-    def _remove(self, batch: list[tuple[str, int]], pool: ThreadPoolExecutor) -> None:
+    def _remove(self, batch: list[tuple[str, int]]) -> None:
         self._journal.sync()  # W1
         self.fence()
         attempts = dict(batch)
-        result = delete_once(self._store, list(attempts), pool, threads=self._section.delete_threads)
+        result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
         by_attempt: dict[int, list[str]] = {}
         for object_id in result.done:
             by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
@@ -138,9 +135,8 @@ class Deleter:
             write_done(self._journal, ids, absent=[o for o in ids if o in absent], attempt=attempt)
         now = monotonic()
         with self._wake:
-            waits_s = {
-                a: back_off_s(a + 1, rng=self._rng) for a in {attempts[o] for o in result.failed}
-            }  # ids that failed together stay together
+            # One wait for all that failed at the same attempt: they are tried again in one batch.
+            waits_s = {a: back_off_s(a + 1, rng=self._rng) for a in {attempts[o] for o in result.failed}}
             for object_id in result.failed:
                 attempt = attempts[object_id]
                 self._ties += 1

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from fsref.config import LedgerSection
-from fsref.errors import BadRef, Fenced, JournalCorrupt, ObjectMissing, RunBusy
+from fsref.errors import BadRef, JournalCorrupt, ObjectMissing, RunBusy
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
 from fsref.journal.identity import mint
-from fsref.journal.markers import acquire_lock, read_adopted, release_lock, write_adopted
+from fsref.journal.markers import acquire_lock, release_lock
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
@@ -22,6 +22,7 @@ from fsref.ledger.merge import RunFold, StepKey
 from fsref.ledger.predicates import StoreView
 from fsref.ledger.recovery import RecoveryPlan, adopt_records, plan_recovery
 from fsref.ledger.report import Audit, Verdict
+from fsref.reaper.adopt import fence
 from fsref.reaper.auditing import audit
 from fsref.reaper.delete import delete_objects
 from fsref.reaper.deleter import write_done, write_drop
@@ -160,9 +161,8 @@ def _to_adopt(scene: _Scene) -> list[str]:
 
 def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPlan) -> None:
     """Fences, adoptions, decisions: durable together before anything is removed (W1)."""
-    adopted = _to_adopt(scene)
-    for h in adopted:
-        _fence(ledger_dir, h, by=journal.inc, heirs=adopted)
+    for h in _to_adopt(scene):
+        fence(ledger_dir, h, by=journal.inc, ended=scene.run.journals)  # everyone has ended, else there is no scene
         sync_journal(ledger_dir, h)
         for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
             journal.append(record)
@@ -171,15 +171,6 @@ def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPla
     if plan.unjournaled:
         write_drop(journal, plan.unjournaled, "unjournaled")
     journal.sync()
-
-
-def _fence(ledger_dir: Path, h: str, *, by: str, heirs: Collection[str]) -> None:
-    """An adopter that died between its marker and its record is adopted here too, so its claim on ``h`` comes with it."""
-    owner = read_adopted(ledger_dir, h)
-    if owner is None:
-        write_adopted(ledger_dir, h, by=by)
-    elif owner not in heirs and owner != by:
-        raise Fenced(f"{h} was adopted by {owner}, whose journal is not part of this run's recovery")
 
 
 def _remove(store: Store, journal: Journal, plan: RecoveryPlan, *, section: LedgerSection, deadline_s: float) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from fsref.errors import FsrefError, NotHolder, RunBusy
 from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms, sync_journal
-from fsref.journal.markers import write_adopted
 from fsref.journal.read import LedgerReader
 from fsref.ledger import records
 from fsref.ledger.ids import pack
 from fsref.ledger.merge import StepKey
 from fsref.ledger.rights import StepRights
+from fsref.reaper.adopt import fence
 from fsref.reaper.holder import Holder
 from fsref.steps import StepInfo
 
@@ -48,7 +48,7 @@ class StepHolder(Holder):
         if alive := [inc for inc in left if hows[inc] is None]:
             raise RunBusy(f"{', '.join(alive)} may be alive: one trainer at a time; stop it, or have its launcher write its .dead marker")
         for inc in left:
-            write_adopted(self._ledger_dir, inc, by=self.inc)
+            fence(self._ledger_dir, inc, by=self.inc, ended=before)
             sync_journal(self._ledger_dir, inc)
             self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
         mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))

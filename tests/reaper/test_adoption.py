@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from fsref.errors import Fenced, JournalCorrupt, LedgerError, RunBusy, RunMismatch, StoreError
 from fsref.journal import write_dead
 from fsref.journal.file import journal_path
@@ -16,7 +17,6 @@ from fsref.journal.markers import LOCK_NAME, read_adopted, write_adopted
 from fsref.reaper import Verdict, audit, close_run, recover
 from fsref.refs import object_name
 from fsref.steps import info_name
-
 from tests.reaper.stage import RUN, Stage
 
 

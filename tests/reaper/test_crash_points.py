@@ -4,15 +4,19 @@ The cut is an exception that nothing catches; the journal's lock goes with it, a
 """
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fsref.journal.file import Journal
-from fsref.reaper import Verdict, close_run, recover, recovery
-from fsref.refs import object_name
 
+from fsref.journal import write_dead
+from fsref.journal.file import Journal
+from fsref.journal.markers import read_adopted
+from fsref.reaper import Verdict, close_run, recover, recovery, step
+from fsref.reaper.adopt import fence
+from fsref.refs import object_name
 from tests.reaper.stage import FaultyStore, Stage
 
 
@@ -70,7 +74,7 @@ def cut_recovery(stage: Stage, cutter: Cutter) -> bool:
             (FaultyStore, "list"),
         ):
             patch.setattr(owner, name, cutter.wrap(getattr(owner, name)))
-        for name in ("write_adopted", "acquire_lock", "release_lock", "sync_journal"):
+        for name in ("fence", "acquire_lock", "release_lock", "sync_journal"):
             patch.setattr(recovery, name, cutter.wrap(getattr(recovery, name)))
         try:
             recover(stage.store, stage.ledger, run=stage.run, resume_step=None)
@@ -94,10 +98,28 @@ def test_recovery_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
             return
 
 
-def test_recovery_can_be_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_recovery_can_be_killed_again_and_again(tmp_path: Path, seed: int) -> None:
     stage = crashed_run(tmp_path)
-    for at in range(1, 18):
-        cut_recovery(stage, Cutter(at, after=at % 2 == 0))
-    assert close_run(stage.store, stage.ledger, run=stage.run).verdict is Verdict.PROVED
+    rng = random.Random(seed)
+    for _ in range(12):
+        cut_recovery(stage, Cutter(rng.randrange(1, 24), after=rng.random() < 0.5))
+    found = close_run(stage.store, stage.ledger, run=stage.run)
+    assert (found.verdict, found.violations) == (Verdict.PROVED, ())
     assert stage.objects() == []
     stage.store.close()
+
+
+def test_a_trainer_inherits_the_fence_of_one_that_died_before_its_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stage.trn()
+    stage.kill(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "fence", Cutter(1, after=True).wrap(fence))
+        with pytest.raises(Killed):
+            stage.trn()
+    second = read_adopted(stage.ledger, first.inc)
+    assert second is not None
+    write_dead(stage.ledger, second)
+    stage.trn().close()
+    found = stage.audit()
+    assert (found.verdict, found.violations) == (Verdict.PROVED, ())

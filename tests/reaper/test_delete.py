@@ -2,17 +2,18 @@
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from fsref.errors import BadRef, StoreUnavailable
 from fsref.reaper import delete_objects
 from fsref.reaper.delete import RETRY_MAX_S, back_off_s, delete_once
 from fsref.reaper.listing import list_objects
 from fsref.refs import object_name
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-
 from tests.reaper.stage import Stage
 
 INC = "env.a.0000000000000001"
@@ -39,6 +40,22 @@ def test_only_the_named_object_goes(stage: Stage) -> None:
     assert (outcome.done, outcome.absent, outcome.failed) == ((f"{INC}/1",), (), {})
     assert stage.objects() == [object_name(f"{INC}/0"), object_name(f"{INC}/2")]
     assert canary.exists()
+
+
+def test_many_objects_are_removed_side_by_side(stage: Stage) -> None:
+    for seq in range(300):
+        stage.store.put(object_name(f"{INC}/{seq}"), [b"x"], durability="process")
+    outcome = delete_once(stage.store, [f"{INC}/{seq}" for seq in range(301)], threads=4)
+    assert (len(outcome.done), outcome.absent, outcome.failed, stage.objects()) == (301, (f"{INC}/300",), {}, [])
+
+
+def test_a_bug_of_a_backend_is_raised_to_the_caller(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(names: Sequence[str]) -> None:
+        raise RuntimeError(f"{len(names)} names")
+
+    monkeypatch.setattr(stage.store, "delete", broken)
+    with pytest.raises(RuntimeError, match="names"):
+        delete_once(stage.store, [f"{INC}/{seq}" for seq in range(301)], threads=4)
 
 
 def test_an_absence_counts_at_the_first_attempt_only(stage: Stage) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from fsref.errors import DoubleDrop, Fenced, JournalPoisoned, LedgerError, NotHolder, RunBusy, StepReleased
 from fsref.journal.file import journal_path
 from fsref.journal.markers import write_adopted
 from fsref.ledger.records import Drop, Keep, Ship, Take, decode_line
 from fsref.reaper import Verdict
 from fsref.refs import object_name
-
 from tests.reaper.stage import Stage
 
 
