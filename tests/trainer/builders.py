@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
-from fsref.trainer import attention
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
+from fsref.trainer import attention
 
 VOCABULARY = 48
 EXPERTS = 8

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from fsref.config import Config, ParallelSection, RunSection, StoreSection, TrainerSection
 from fsref.errors import FsrefError
 from fsref.journal import create_run
@@ -19,7 +20,6 @@ from fsref.refs import Dense, Payload, Ragged, Schema, object_name, routed_exper
 from fsref.steps import MicroBatch, RankFile, SampleSequence, StepInfo, digest, encode_rank_files, publish, sum_of
 from fsref.store import open_root
 from fsref.writer import Writer
-
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, VOCABULARY, save_tiny_model
 
 RUN = "r-test"

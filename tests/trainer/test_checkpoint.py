@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fsref.errors import ConfigError, ObjectCorrupt
 from fsref.trainer import checkpoint
-
 from tests.trainer.builders import tiny_model
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
 from fsref.config import Config, ParallelSection, TrainerSection
 from fsref.errors import JournalPoisoned, StoreDenied, StoreError
 from fsref.refs import object_name
@@ -11,7 +12,6 @@ from fsref.steps import StepInfo, read_info, read_rank
 from fsref.store import Deletion, Store
 from fsref.trainer.commit import Committer
 from fsref.trainer.ranks import Place, Ranks
-
 from tests.trainer.runs import SmallRun
 
 

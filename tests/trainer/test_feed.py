@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from fsref.errors import MissingArrays, StepError, StoreUnavailable
 from fsref.steps import MicroBatch, RankFile
 from fsref.trainer.feed import StepFeed
-
 from tests.trainer.runs import DEADLINE_S, RUN, SmallRun
 
 

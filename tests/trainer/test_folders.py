@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 import pytest
+
 from fsref.errors import StoreDenied, StoreError, StoreFull
 from fsref.trainer.folders import MARKER, mapped, prune, publish, published, remove
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fsref.config import Config, LossSection, ParallelSection, TrainerSection
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.learner import Learner
@@ -10,7 +11,6 @@ from fsref.trainer.model import logits_at
 from fsref.trainer.ranks import Place, Ranks
 from fsref.trainer.replay import RouterReplay
 from fsref.trainer.standin import StandIns
-
 from tests.trainer.builders import dense, packed, random_routes, random_sequences, tiny_model
 from tests.trainer.runs import SCHEMA
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from fsref.config import LossSection
 from fsref.errors import PayloadError
 from fsref.tensors import PackedMicroBatch, RaggedTensor
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
-from torch import Tensor
-
 from tests.trainer.builders import VOCABULARY, dense, packed, ragged, random_sequences
 
 WIDE = LossSection(ratio_low=0.0, ratio_high=1e9, center_weight=0.0)

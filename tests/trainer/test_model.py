@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fsref.config import LossSection
 from fsref.errors import ConfigError
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
 from fsref.trainer.model import load_policy, logits_at
 from fsref.trainer.replay import RouterReplay
-
 from tests.trainer.builders import VOCABULARY, packed, ragged, random_routes, random_sequences, save_tiny_model, tiny_model
 
 LENGTHS = (7, 1, 5, 12, 2)

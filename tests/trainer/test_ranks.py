@@ -1,6 +1,7 @@
 """Placement among ranks, and what is refused before a group is joined."""
 
 import pytest
+
 from fsref.config import Config, ParallelSection, TrainerSection
 from fsref.errors import ConfigError, StoreFull
 from fsref.trainer.ranks import Place, Ranks

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from fsref.errors import ConfigError, PayloadError
 from fsref.trainer.model import logits_at
 from fsref.trainer.replay import RouterReplay, moe_layers
-from torch import Tensor, nn
-
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, packed, random_routes, random_sequences, tiny_model
 
 

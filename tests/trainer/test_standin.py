@@ -1,10 +1,10 @@
 """What stands in for a dropped micro batch routes like real data and trains nothing."""
 
 import torch
+
 from fsref.refs import routed_experts
 from fsref.tensors import DenseTensor, PackedMicroBatch
 from fsref.trainer.standin import ROUTING, StandIns, balanced_routes
-
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, dense, packed, random_routes, random_sequences
 
 FIELD = routed_experts(layer_ids=MOE_LAYERS, top_k=TOP_K, expert_count=EXPERTS)

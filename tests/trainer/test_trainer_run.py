@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fsref.config import LossSection
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
 from fsref.refs import object_name
 from fsref.trainer.main import main
 from fsref.trainer.ranks import Place
-
 from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
 
 ALONE = Place()

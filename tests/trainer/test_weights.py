@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+
 from fsref.trainer.folders import published
 from fsref.trainer.model import load_policy, logits_at
 from fsref.trainer.weights import export, remove_future
-from safetensors.torch import load_file
-
 from tests.trainer.builders import packed, random_sequences, save_tiny_model, tiny_model
 
 
