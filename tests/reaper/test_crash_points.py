@@ -14,8 +14,9 @@ import pytest
 from fsref.journal import write_dead
 from fsref.journal.file import Journal
 from fsref.journal.markers import read_adopted
-from fsref.reaper import Verdict, close_run, recover, recovery, step
+from fsref.reaper import Verdict, adopt, close_run, recover, recovery, step
 from fsref.reaper.adopt import fence
+from fsref.reaper.deleter import Deleter
 from fsref.refs import object_name
 from tests.reaper.stage import FaultyStore, Stage
 
@@ -108,6 +109,38 @@ def test_recovery_can_be_killed_again_and_again(tmp_path: Path, seed: int) -> No
     assert (found.verdict, found.violations) == (Verdict.PROVED, ())
     assert stage.objects() == []
     stage.store.close()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_live_adoption_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
+    for at in itertools.count(1):
+        stage = Stage(tmp_path / str(at))
+        env, orc = stage.env(), stage.orc()
+        kept = stage.put(env, 3)
+        stage.reply(env, orc)
+        stage.put(env, 1, keep=False)
+        env.discard(kept[:1])
+        stage.kill(env)
+        cutter = Cutter(at, after=after)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Deleter, "put", cutter.wrap(lambda *_, **__: None))  # removals are cut in the simulation
+            for owner, name in ((Journal, "append"), (FaultyStore, "delete"), (FaultyStore, "list")):
+                patch.setattr(owner, name, cutter.wrap(getattr(owner, name)))
+            for name in ("write_adopted", "sync_journal"):
+                patch.setattr(adopt, name, cutter.wrap(getattr(adopt, name)))
+            try:
+                orc.adopt(env.inc)
+                cut = False
+            except Killed:
+                cut = True
+        stage.kill(orc)
+        found = close_run(stage.store, stage.ledger, run=stage.run)
+        assert found.verdict is Verdict.PROVED, (at, found.render())
+        assert stage.objects() == [], at
+        stage.store.close()
+        if not cut:
+            assert at > 8, "fewer operations than an adoption has: the test cuts nothing"
+            return
 
 
 def test_a_trainer_inherits_the_fence_of_one_that_died_before_its_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
