@@ -90,19 +90,20 @@ class DemoServer:
 
     async def _complete(self, http: HttpRequest, requests: Sequence[Request]) -> list[Completion]:
         """Waits for all choices; if the client hangs up first they leave the batch and ``ClientDisconnect`` is raised."""
-        futures = [self._engine.submit(r) for r in requests]
-        work = asyncio.ensure_future(asyncio.gather(*map(asyncio.wrap_future, futures)))
+        waits = [asyncio.wrap_future(self._engine.submit(r)) for r in requests]
+        work = asyncio.ensure_future(asyncio.wait(waits))
         gone = asyncio.ensure_future(_disconnected(http))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise ClientDisconnect
-            return work.result()
+            return [w.result() for w in waits]
         finally:
             gone.cancel()
             work.cancel()
-            for future in futures:
-                future.cancel()
+            for wait in waits:
+                if not wait.cancel() and not wait.cancelled():
+                    wait.exception()  # seen: one choice's failure was raised for all
 
     def _log_routes(self, request_id: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
         assert self._routes_log is not None

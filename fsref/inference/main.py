@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 from types import FrameType
+from typing import Final
 from urllib.parse import urlsplit
 
 from fsref.config import Config
@@ -24,7 +25,10 @@ try:
 except ImportError as e:
     raise MissingExtra.of("demo", (e.name or "uvicorn").partition(".")[0]) from e
 
-LOGPROBS_DEFAULT = 20
+KEEP_ALIVE_S: Final = 3600
+"""Idle connections stay open: one that the server closes while its client sends the next request looks like a failed request."""
+STOP_S: Final = 5
+LOGPROBS_DEFAULT: Final = 20
 """vLLM's own default of ``--max-logprobs``."""
 
 
@@ -96,8 +100,15 @@ def serve(config: Config, listener: socket.socket) -> None:
         version=version_of(folder),
     ) as engine:
         app = DemoServer(engine, limits, folder=folder, dtype=dtype, seed=config.run.seed, routes_log=log).app
-        server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5), engine)
-        asyncio.run(server.run_until_stopped(listener))
+        settings = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_S,
+        )
+        asyncio.run(_Server(settings, engine).run_until_stopped(listener))
 
 
 def _log_folder(path: str) -> Path | None:

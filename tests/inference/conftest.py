@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fsref.inference.engine import Engine
 from fsref.inference.model import ModelSizes, make_model
 from fsref.inference.network import Architecture, read_architecture, read_weights

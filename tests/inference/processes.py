@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from fsref import config as settings
 
 START_S = 240

@@ -1,6 +1,7 @@
 """The HTTP application in front of an engine, in this process."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+
 from fsref.inference.demo import DemoServer, version_of
 from fsref.inference.engine import Engine
 from fsref.inference.protocol import Limits
@@ -138,7 +140,7 @@ def test_versions_follow_the_trainers_folder_names() -> None:
     assert version_of("/models/policy", current="4") == "5"
 
 
-def test_a_client_that_hangs_up_frees_its_slots(engine: Engine, model_folder: Path) -> None:
+def test_a_client_that_hangs_up_frees_its_slots(engine: Engine, model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     demo = server(engine, model_folder)
     body = json.dumps({"token_ids": PROMPT, "sampling_params": {"max_tokens": 250, "n": 8, "ignore_eos": True}}).encode()
     scope = {"type": "http", "method": "POST", "path": "/inference/v1/generate", "raw_path": b"", "query_string": b"", "headers": []}
@@ -155,6 +157,24 @@ def test_a_client_that_hangs_up_frees_its_slots(engine: Engine, model_folder: Pa
     assert sent[0]["status"] == 499
     assert len(choices(generate(demo), model_folder)[0].token_ids) == 6
     assert not engine._running  # the eight left before the last reply was made
+    gc.collect()
+    assert not caplog.records  # asyncio logs exceptions that nobody looked at
+
+
+def test_an_engine_that_stops_fails_every_choice_quietly(engine: Engine, model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    demo = server(engine, model_folder)
+
+    async def close_while_it_runs(client: httpx.AsyncClient) -> Any:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 250, "n": 32, "ignore_eos": True}}
+        asked = asyncio.ensure_future(client.post("/inference/v1/generate", json=body))
+        while engine.load < 32:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        return await asked
+
+    assert ask(demo, close_while_it_runs).status_code == 503
+    gc.collect()
+    assert not [r for r in caplog.records if r.name == "asyncio"]
 
 
 def test_the_servers_own_log_holds_what_it_replied(engine: Engine, model_folder: Path, tmp_path: Path) -> None:

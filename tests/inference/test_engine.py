@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from fsref.inference import engine as module
 from fsref.inference.engine import Completion, Engine, EngineStopped, Request, VersionSpan
 from fsref.inference.network import Architecture, Cache, Group, forward, read_weights

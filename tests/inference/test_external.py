@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref import config as settings
 from fsref.errors import ConfigError, MissingExtra
 from fsref.inference.external import Installed, arguments, check, environment, find_vllm, installed_from

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from fsref.errors import ConfigError
 from fsref.inference.main import split_address
 from fsref.wire.modelconfig import read_model_shape
 from fsref.wire.routing import decode_routed_experts
-
 from tests.inference.processes import Role, free_port, role, write_config
 
 

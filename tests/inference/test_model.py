@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref import config as settings
 from fsref.errors import ConfigError
 from fsref.inference.model import SPECIAL_TOKENS, ModelSizes, main, make_model
 from fsref.wire.modelconfig import read_model_shape
-
 from tests.inference.conftest import SIZES
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from fsref.errors import ConfigError
 from fsref.inference.network import Architecture, Cache, Group, Weights, build_weights, forward, read_architecture, read_weights
-from safetensors.torch import load_file, save_file
 
 LENGTHS = (23, 9, 1)
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+
 from fsref.inference.engine import Request
 from fsref.inference.protocol import BadRequest, Limits, NoSuchModel, engine_requests, error_body, parse_generate
 

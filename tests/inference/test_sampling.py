@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from fsref.inference.sampling import Drawn, Sampling, draw, heads_sampled_first
 
 PROBS = [0.05, 0.4, 0.1, 0.3, 0.15]

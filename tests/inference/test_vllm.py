@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.inference.model import make_model
 from fsref.wire.modelconfig import read_model_shape
 from fsref.wire.reply import Choice, decode_choice
-
 from tests.inference.processes import Role, free_port, role, write_config
 
 PYTHON = os.environ.get("FSREF_VLLM_PYTHON", "")

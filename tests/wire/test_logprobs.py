@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.errors import WireError
 from fsref.refs import Ragged
 from fsref.wire.logprobs import decode_logprobs, decode_top_logprobs, encode_content
-
 from tests.wire.recorded import choices, load
 
 

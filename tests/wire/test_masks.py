@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.errors import WireError
 from fsref.wire.masks import decode_sampling_mask, encode_sampling_mask
 

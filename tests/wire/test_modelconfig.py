@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref.errors import ConfigError
 from fsref.wire.modelconfig import ModelShape, model_shape, read_model_shape
 

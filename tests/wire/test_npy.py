@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from fsref.errors import WireError
 from fsref.wire.npy import MAGIC, decode_npy, encode_npy
-from numpy.typing import NDArray
 
 SHAPES = [(), (0,), (5,), (31, 4, 4), (0, 4, 4), (3, 1, 2, 1)]
 CODES = ["|u1", "<u2", ">u2", "<i4", ">i4", "<f4", "|b1", "<i8", "|i1"]

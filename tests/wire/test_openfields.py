@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.errors import WireError
 from fsref.refs import Alignment, Column, Field, Ragged
 from fsref.wire.openfields import decode_open_field, encode_open_field

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.errors import WireError
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.npy import encode_npy
 from fsref.wire.reply import decode_choice
-
 from tests.wire.recorded import NAMES, choices, load
 
 SHAPE = ModelShape(layer_ids=(1,), layer_count=2, top_k=2, expert_count=4, vocab_count=16)

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.errors import WireError
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.npy import encode_npy
 from fsref.wire.routing import Routing, decode_routed_experts, encode_routed_experts, packed_routed_experts
-
 from tests.wire.recorded import NAMES, choices, load, start_of
 
 ROWS = np.array([[[3, 1], [2, 0]], [[1, 3], [0, 2]], [[2, 3], [1, 0]]], dtype=np.uint8)
