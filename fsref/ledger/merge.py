@@ -54,28 +54,21 @@ class RunFold:
             for h, adoption in fold.adopts.items():
                 claims.setdefault(h, []).append((by, adoption))
         valid: dict[str, list[tuple[str, Adoption]]] = {}
-        state: dict[str, int] = {}  # 1 in progress, 2 decided
-
-        def decide(h: str) -> None:
-            stack = [h]
-            while stack:
-                at = stack[-1]
-                if state.get(at) == 2:
-                    stack.pop()
-                    continue
-                state[at] = 1
-                open_claims = [by for by, _ in claims.get(at, ()) if by in claims and not state.get(by)]
-                if open_claims:
-                    stack += open_claims
-                    continue
-                kept = [(by, a) for by, a in claims.get(at, ()) if by != at and a.offset < _end_of(valid.get(by, ()))]
-                if kept:
-                    valid[at] = kept
-                state[at] = 2
-                stack.pop()
-
-        for h in claims:
-            decide(h)
+        seen: set[str] = set()
+        decided: set[str] = set()
+        stack = list(claims)
+        while stack:
+            h = stack[-1]
+            waiting = [by for by, _ in claims[h] if by in claims and by not in seen]
+            seen.add(h)
+            if h not in decided and waiting:
+                stack += waiting  # whether an adoption counts depends on where its own journal ends
+                continue
+            stack.pop()
+            kept = [(by, a) for by, a in claims[h] if by != h and a.offset < _end_of(valid.get(by, ()))]
+            if h not in decided and kept:
+                valid[h] = kept
+            decided.add(h)
         return valid
 
     def adoption_of(self, inc: str) -> tuple[str, Adoption] | None:

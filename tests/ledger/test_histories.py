@@ -4,13 +4,13 @@ import random
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from fsref.errors import LedgerError
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import Evidence, StoreView
 from fsref.ledger.report import Verdict, conclude
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from tests.support.journals import Book
 from tests.support.world import World, play
 

@@ -1,11 +1,12 @@
 """Id sets: packing, limits, and the compact set of sequence numbers."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref.errors import BadRef, JournalCorrupt
 from fsref.ledger.ids import IDS_RECORD_MAX, SeqSet, hash64, ids_of, pack, pack_parts, split, sum_of, unpack, unpack_seqs
 from fsref.steps import hash64 as hash64_of_steps
-from hypothesis import given
-from hypothesis import strategies as st
 
 HUGE = ["0-1152921504606846976", "\u0661", "1\n", f"0-{IDS_RECORD_MAX}"]
 A = "env.a.0000000000000001"

@@ -4,6 +4,9 @@ import binascii
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref.errors import JournalCorrupt
 from fsref.ledger.fold import JournalFold
 from fsref.ledger.lines import LineReader
@@ -20,9 +23,6 @@ from fsref.ledger.records import (
     encode_line,
     request_text,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.journals import Book, broken
 
 INC = "env.a.0000000000000001"

@@ -1,10 +1,12 @@
 """Each invariant fails on a history that breaks it, and only on such a one."""
 
+import itertools
+
 import pytest
+
 from fsref.ledger.predicates import PREDICATES, Evidence, StoreView, violations
 from fsref.ledger.records import Close
 from fsref.ledger.report import Verdict, conclude
-
 from tests.support.journals import Book, broken, env, ids, judged, merged, orc, rec, trn
 
 
@@ -400,3 +402,26 @@ def test_a_close_record_without_counters_is_not_a_failure_of_an_empty_journal() 
     o = orc()
     o.add(Close(0))
     assert broken(o) == set()
+
+
+def test_an_adoption_beyond_the_adopters_own_end_does_not_count() -> None:
+    e, o, r = env(), orc(), rec()
+    e.keep(0)
+    r.adopt(o)
+    o.adopt(e, n=1)
+    o.drop("orphan", *ids(e, 0))
+    run = merged(e, o, r)
+    assert (run.adopted(o.inc), run.adopted(e.inc)) == (True, False)
+    assert broken(e, o, r, present=ids(e, 0)) == {"I8"}
+
+
+def test_a_chain_of_adoptions_passes_all_rights_on() -> None:
+    e, books = env(), [rec(n) for n in range(5)]
+    e.keep(0)
+    books[0].adopt(e, n=1)
+    for before, after in itertools.pairwise(books):
+        after.adopt(before)
+    books[-1].drop("recovered", *ids(e, 0))
+    books[-1].done(*ids(e, 0))
+    assert broken(e, *books) == set()
+    assert set(merged(e, *books).closures[books[-1].inc]) == {e.inc, *(b.inc for b in books[:-1])}

@@ -1,6 +1,7 @@
 """The legal moves of a live holder."""
 
 import pytest
+
 from fsref.errors import DoubleDrop, NotHolder, StepError, StepReleased
 from fsref.ledger.rights import ConsumerRights, EnvRights, StepRights
 
