@@ -19,8 +19,8 @@ from fsref import __version__
 from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
 from fsref.journal import identity
 from fsref.ledger import records
-from fsref.ledger.ids import pack, pack_parts
-from fsref.ledger.records import AnyRecord
+from fsref.ledger.ids import pack_known, pack_parts
+from fsref.ledger.records import AnyRecord, encode_line
 from fsref.refs import check_incarnation
 
 FILE_MODE: Final = 0o640
@@ -129,7 +129,7 @@ class Journal:
 
         Raises ``JournalPoisoned`` if a write fails or is short, and ever after.
         """
-        lines = [records.encode_line(r) for r in parts]
+        lines = [encode_line(parts[0])] if len(parts) == 1 else [encode_line(r) for r in parts]
         with self._lock:
             if self._poison:
                 raise JournalPoisoned(self._poison)
@@ -206,9 +206,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def parts_of(make: Callable[[dict[str, str], tuple[int, int] | None], AnyRecord], object_ids: Sequence[str]) -> list[AnyRecord]:
-    """The record of a set of ids; where it does not fit one line, one record per piece, numbered by ``part``."""
+    """The record of a set of checked ids; where it does not fit one line, one record per piece, numbered by ``part``."""
     if len(object_ids) <= SMALL_SET_MAX:
-        return [make(pack(object_ids), None)]
+        return [make(pack_known(object_ids), None)]
     sets = pack_parts(object_ids, bytes_max=BYTES_PART_MAX)
     if len(sets) > records.PARTS_MAX:
         raise LedgerError(f"a set over {len(sets)} records is above the limit of {records.PARTS_MAX}")

@@ -53,13 +53,24 @@ def split_known(object_id: str) -> tuple[str, int]:
 
 def pack(object_ids: Iterable[str]) -> dict[str, str]:
     """The packed form of a set of ids; duplicates collapse, order does not matter."""
-    if isinstance(object_ids, list) and len(object_ids) == 1:
-        inc, seq = split(object_ids[0])
-        return {inc: str(seq)}
+    return _packed(map(split, object_ids))
+
+
+def pack_known(object_ids: Sequence[str]) -> dict[str, str]:
+    """``pack`` for ids that were checked before."""
+    if len(object_ids) == 1:
+        inc, _, text = object_ids[0].partition("/")
+        return {inc: text}
+    return _packed(map(split_known, object_ids))
+
+
+def _packed(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
     by_producer: dict[str, list[int]] = {}
-    for object_id in object_ids:
-        inc, seq = split(object_id)
-        by_producer.setdefault(inc, []).append(seq)
+    for inc, seq in pairs:
+        seqs = by_producer.get(inc)
+        if seqs is None:
+            seqs = by_producer[inc] = []
+        seqs.append(seq)
     return {inc: pack_seqs(seqs) for inc, seqs in by_producer.items()}
 
 

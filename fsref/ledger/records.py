@@ -169,7 +169,7 @@ class Close(Record, frozen=True, tag="close"):
 AnyRecord = Open | Keep | Take | Ship | StepRecord | Drop | Done | Adopt | Close
 
 _FREQUENT: Final = frozenset({Keep, Take, Drop, Done})
-_encoder: Final = msgspec.json.Encoder()
+_encode: Final = msgspec.json.Encoder().encode
 _decoder: Final = msgspec.json.Decoder(AnyRecord)
 
 
@@ -178,7 +178,7 @@ def encode_line(record: AnyRecord) -> bytes:
 
     The frequent records are checked by their holders instead, see ``Keep.check`` and ``request_text``.
     """
-    body = _encoder.encode(record)
+    body = _encode(record)
     if type(record) not in _FREQUENT:
         try:
             _decoder.decode(body)

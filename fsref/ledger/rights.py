@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from fsref.errors import DoubleDrop, NotHolder, StepError, StepReleased
-from fsref.ledger.ids import SeqSet, split, split_known
+from fsref.ledger.ids import SeqSet, split
 
 REQUESTS_MAX: Final = 65_536
 """Requests whose ids an env worker remembers after the reply; older ones are settled by adoption."""
@@ -50,7 +50,7 @@ class EnvRights:
         self.unsent[seq] = byte_count
 
     def sent(self, request_id: str, object_ids: Iterable[str]) -> None:
-        """The reply with these ids goes to the transport now: from here on only a nack gives the right back."""
+        """The reply with these ids goes to the transport now: from here on only a nack gives the right back. All or nothing."""
         seqs = tuple([self._own(o) for o in object_ids])
         for seq in seqs:
             if seq not in self.unsent:
@@ -163,14 +163,14 @@ class ConsumerRights:
         held = self.held
         fresh = [o for o in ids if o in held]
         if len(fresh) != len(ids):
-            self._settle_repeats([o for o in ids if o not in self.held])
+            self._settle_repeats([o for o in ids if o not in held])
         for object_id in fresh:
-            inc, seq = split_known(object_id)
-            del self.held[object_id]
+            del held[object_id]
+            inc, _, text = object_id.partition("/")
             dropped = self._dropped.get(inc)
             if dropped is None:
                 dropped = self._dropped[inc] = SeqSet()
-            dropped.add(seq)
+            dropped.add(int(text))
         return fresh
 
     def ship(self, step: int, object_ids: Iterable[str]) -> list[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from fsref.config import LedgerSection
 from fsref.errors import FsrefError, LedgerError, RunBusy
 from fsref.journal.death import how_ended
-from fsref.journal.file import now_ms, parts_of
+from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
 from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
-from fsref.ledger.ids import sum_of
+from fsref.ledger.ids import pack_known, sum_of
 from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
@@ -70,11 +70,14 @@ class ConsumerHolder(Holder):
             self._deleter.check()
             fresh = self._rights.take(sizes)
             if fresh:
-                self._count["taken"] += len(fresh)
-                self._count["taken_bytes"] += sum(sizes[o] for o in fresh)
-                self._journal.append(
-                    *parts_of(lambda piece, part: records.Take(now_ms(), records.request_text(request_id), piece, part), fresh)
-                )
+                count = self._count
+                count["taken"] += len(fresh)
+                count["taken_bytes"] += sum([sizes[o] for o in fresh])
+                request = records.request_text(request_id)
+                if len(fresh) <= SMALL_SET_MAX:
+                    self._journal.append(records.Take(now_ms(), request, pack_known(fresh)))
+                else:
+                    self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request, piece, part), fresh))
             return fresh
 
     def drop(self, object_ids: Iterable[str], reason: str) -> int:

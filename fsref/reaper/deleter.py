@@ -14,10 +14,10 @@ from time import monotonic
 
 from fsref.config import LedgerSection
 from fsref.errors import Fenced, FsrefError
-from fsref.journal.file import Journal, now_ms, parts_of
+from fsref.journal.file import SMALL_SET_MAX, Journal, now_ms, parts_of
 from fsref.journal.markers import is_adopted, read_adopted
 from fsref.ledger import records
-from fsref.ledger.ids import ids_of, pack
+from fsref.ledger.ids import ids_of, pack, pack_known
 from fsref.reaper.delete import back_off_s, delete_once
 from fsref.store.base import Store
 
@@ -165,6 +165,9 @@ def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[
 
 def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reason) -> None:
     """Appends ``drop`` for ids; splits where they do not fit one record."""
+    if len(object_ids) <= SMALL_SET_MAX:
+        journal.append(records.Drop(now_ms(), reason, pack_known(object_ids)))
+        return
     journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), object_ids))
 
 
