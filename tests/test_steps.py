@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from fsref import steps
 from fsref.errors import ObjectMissing, StepError, StoreUnavailable
 from fsref.refs import PayloadRef
 from fsref.steps import MicroBatch, RankFile, SampleSequence, StepInfo
 from fsref.store import Store, open_root
 from fsref.writer import Writer
-
 from tests.support.payloads import Numbers, payload, schema
 
 

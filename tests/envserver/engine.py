@@ -39,7 +39,7 @@ def routing_of(ids: Any) -> NDArray[np.uint8]:
     states = states_of(ids)[:, None, None]
     layer, slot = np.arange(LAYERS)[None, :, None], np.arange(TOP_K)[None, None, :]
     first = (states * 7 + layer * 5) % EXPERTS
-    return ((first + slot * (1 + states % 3)) % EXPERTS).astype(np.uint8)
+    return np.asarray((first + slot * (1 + states % 3)) % EXPERTS, np.uint8)
 
 
 def moe_routing_of(ids: Any) -> NDArray[np.uint8]:

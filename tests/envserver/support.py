@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from fsref.config import Config, EnvSection, ModelSection, RunSection, StoreSection, dump
 from fsref.episodes import EpisodeClient, Target, Task
 from fsref.episodes.address import read
 from fsref.journal.run import RunInfo, create_run
 from fsref.refs import Schema, routed_experts, sampling_mask, top_logprobs
 from fsref.store import Store, open_root
-
 from tests.envserver import model_folder
 from tests.envserver.engine import Engine
 

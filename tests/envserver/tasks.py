@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import verifiers.v1 as vf
+
 from fsref.envserver.demo_tasks import DemoConfig, DemoData, DemoHarness, DemoTask
 
 

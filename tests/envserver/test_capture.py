@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from fsref.envserver.capture import Capture, TurnArrays, turn_arrays
 from fsref.refs import Dense, Ragged, TokenRange
-from numpy.typing import NDArray
 
 
 def rows(values: list[int]) -> NDArray[np.uint8]:

@@ -14,10 +14,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+
 from fsref.episodes import Episode
 from fsref.episodes.client import EpisodeClient
 from fsref.errors import ReplicaDown, StoreFull
-
 from tests.envserver.engine import Engine
 from tests.envserver.support import ROOT, SAMPLING, Abandoned, Replica, Run, task, until, until_async, with_client
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import renderers.client
+
 from fsref.envserver.capture import Capture
 from fsref.envserver.generate import Adapter
 from fsref.errors import WireError
 from fsref.refs import Dense, Ragged
-
 from tests.envserver.engine import Engine, Seen, _compact, head_of, routing_of
 
 TRACE = "t"

@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import pytest
+
 from fsref.envserver.keep import KeepJob
 from fsref.episodes.branches import Branch
 from fsref.errors import PayloadError, StoreFull

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from verifiers.v1.serve import EnvClient
+from zarr.storage import ZipStore
+
 from fsref.episodes import BranchSample, Episode, Target
 from fsref.episodes.client import EpisodeClient
 from fsref.episodes.source import client_config, sampling_config
 from fsref.errors import MissingArrays, WireError
 from fsref.plan import missing_ranges
 from fsref.refs import TokenRange, object_name
-from verifiers.v1.serve import EnvClient
-from zarr.storage import ZipStore
-
 from tests.envserver.engine import Engine, head_of, mask_of, moe_routing_of
 from tests.envserver.support import SAMPLING, SCHEMA, Replica, Run, task, until, with_client
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+
 from fsref.envserver.capture import Capture
 from fsref.envserver.payloads import MissingPolicy, branch_payload
 from fsref.episodes.branches import Branch
 from fsref.errors import MissingArrays
 from fsref.refs import Payload, Schema, routed_experts, sampling_mask
-
 from tests.envserver.test_capture import turn
 
 SCHEMA = Schema((routed_experts(layer_ids=[0], top_k=1, expert_count=256), sampling_mask()))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+
 from fsref.episodes import Episode, EpisodeClient
 from fsref.episodes.address import address_path, publish, read
 from fsref.errors import ReplicaDown
-
 from tests.envserver.engine import Engine
 from tests.envserver.support import SAMPLING, Replica, Run, task, until_async, with_client
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from fsref.episodes import address
 from fsref.errors import BadRef
 from fsref.journal.identity import process_start

@@ -8,12 +8,13 @@ import pytest
 pytest.importorskip("verifiers")
 
 import verifiers.v1 as vf
-from fsref.episodes.branches import branch_refs, branch_samples, head_objects, head_of, info_of, trace_result, training_branches
-from fsref.errors import BadRef
-from fsref.refs import PayloadRef, Segment
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask, WireTrace
 from verifiers.v1.types import AssistantMessage, UserMessage, WeightVersionSpan
+
+from fsref.episodes.branches import branch_refs, branch_samples, head_objects, head_of, info_of, trace_result, training_branches
+from fsref.errors import BadRef
+from fsref.refs import PayloadRef, Segment
 
 
 def user(parent: int | None, *ids: int) -> MessageNode:

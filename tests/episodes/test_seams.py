@@ -8,6 +8,7 @@ pytest.importorskip("verifiers")
 
 import renderers.client
 import verifiers.v1.graph
+
 from fsref.episodes import seams
 from fsref.errors import ConfigError, MissingExtra
 

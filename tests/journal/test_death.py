@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fsref.errors import BadRef, Fenced, JournalCorrupt
 from fsref.journal import identity, write_dead
 from fsref.journal.death import how_ended

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fsref.errors import JournalPoisoned, StoreDenied, StoreError
 from fsref.journal.file import Journal, make_folder
 from fsref.journal.read import LedgerReader

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from fsref.errors import BadRef, RunMismatch
 from fsref.journal import create_run, read_run
 from fsref.refs import Schema, sampling_mask, top_logprobs

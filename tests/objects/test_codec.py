@@ -7,10 +7,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from fsref.errors import ObjectCorrupt
 from fsref.objects import decode_chunk, encode_chunk
 from fsref.refs import Codec
-from numpy.typing import NDArray
 
 
 def stored(values: NDArray[Any], codec: Codec) -> NDArray[np.uint8]:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+
 from fsref.errors import ObjectCorrupt
 from fsref.objects import view
 from fsref.refs import Codec, Dense, Payload, Ragged, Schema, TokenRange, object_name, token_hash
 from fsref.store import open_root
 from fsref.writer import Writer
-
 from tests.support.payloads import Numbers, cut, payload, schema
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fsref.journal import RunInfo, create_run
 from fsref.ledger.ids import ids_of
 from fsref.ledger.records import Drop, Ship, Take, decode_line

@@ -1,9 +1,10 @@
 """Group-relative advantages."""
 
 import pytest
-from fsref.orchestrator.advantages import group_advantages, has_spread, shuffled
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fsref.orchestrator.advantages import group_advantages, has_spread, shuffled
 
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
 

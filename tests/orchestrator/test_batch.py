@@ -4,12 +4,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref import steps
 from fsref.orchestrator.batch import DUMMY_TOKENS_MAX, Batch, build
 from fsref.orchestrator.samples import Sample
 from fsref.refs import Schema
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def built(samples: list[Sample], schema: Schema, *, data_ranks: int = 2, tokens: int = 64) -> tuple[Batch, list[steps.RankFile]]:

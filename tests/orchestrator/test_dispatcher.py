@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
+
 from fsref.errors import MissingArrays, ReplicaDown, RoleFailed, StoreUnavailable
 from fsref.orchestrator.attempts import Attempts
 from fsref.orchestrator.dispatcher import Dispatcher

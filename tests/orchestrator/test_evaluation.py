@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+
 from fsref.errors import LedgerError, ReplicaDown
 from fsref.orchestrator.attempts import Attempts
 from fsref.orchestrator.evaluation import Tally, evaluate, report, tally_metrics

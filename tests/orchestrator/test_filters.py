@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref.errors import MissingArrays, PayloadError
 from fsref.orchestrator.filters import Reason, Rules, select
 from fsref.refs import Schema
-from hypothesis import given
-from hypothesis import strategies as st
 
 RULES = Rules(
     fields=("routed_experts",),

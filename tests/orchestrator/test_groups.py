@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from fsref.orchestrator.groups import Group, Taken, rewards_of, samples_of
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from fsref import config as settings
 from fsref import steps
 from fsref.errors import MissingArrays, PayloadError, RoleFailed, StoreFull

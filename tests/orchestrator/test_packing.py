@@ -1,10 +1,11 @@
 """Placement of samples: budget, balance, equal counts, kinds apart."""
 
 import pytest
-from fsref.errors import ConfigError
-from fsref.orchestrator.packing import place
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fsref.errors import ConfigError
+from fsref.orchestrator.packing import place
 
 samples = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=40)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref import config as settings
 from fsref import steps
 from fsref.errors import ConfigError, MissingArrays, ReplicaDown, RoleFailed

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref.errors import MissingArrays, PayloadError
 from fsref.orchestrator.samples import check_fields, check_hash, is_routed, missing_rows, needed_rows
 from fsref.refs import Schema, TokenRange
-from hypothesis import given
-from hypothesis import strategies as st
 
 ALL = ("routed_experts", "top_logprobs", "sampling_mask")
 

@@ -4,6 +4,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+
 from fsref.errors import ConfigError
 from fsref.orchestrator.groups import Source
 from fsref.orchestrator.tasks import stream

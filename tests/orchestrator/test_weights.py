@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fsref.errors import ConfigError, RoleFailed
 from fsref.orchestrator.weights import ATTEMPTS_MAX, InferenceControl, Version, newest, watch
 

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fsref.objects import encode
 from fsref.objects.zipfile import END_BYTES, read_directory, read_end
 from fsref.plan import Layout, chunk_tokens, decode_index, plan_read
 from fsref.refs import Codec, Segment, TokenRange
 from fsref.writer import reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.support.payloads import INC, payload, schema
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from fsref.envserver.demo_tasks import DemoHarness, DemoTaskset
 from fsref.refs import Dense, Payload, PayloadRef
 from fsref.writer import Writer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from fsref import steps
 from fsref.errors import ObjectMissing, StoreError
 from fsref.refs import Dense, Payload, Ragged, TokenRange, object_name

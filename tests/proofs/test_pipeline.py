@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from numpy.typing import NDArray
+
 from fsref.config import StoreSection
 from fsref.plan import present_fields
 from fsref.refs import Payload, PayloadRef, Schema, object_name
@@ -15,8 +17,6 @@ from fsref.steps import SampleSequence
 from fsref.store import open_root
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.loader import StepLoader
-from numpy.typing import NDArray
-
 from tests.proofs.pipeline import ROOT, Watched, inline_payload, watch
 from tests.support.payloads import cut
 from tests.tensors.test_assembly import assert_identical, oracle

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, PayloadError
 from fsref.plan import plan_read
 from fsref.reader import Reader, allocate
 from fsref.refs import Codec, Dense, Payload, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.store import Store, open_root
 from fsref.writer import Writer
-
 from tests.support.payloads import Numbers, cut, payload, schema
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsref.errors import BadRef, ConfigError, PayloadError
 from fsref.plan import missing_ranges, present_fields
 from fsref.refs import (
@@ -34,9 +37,6 @@ from fsref.refs import (
 )
 from fsref.store import open_root
 from fsref.writer import Writer
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.payloads import INC, Numbers, payload, schema
 
 QWEN3_30B = Schema((routed_experts(layer_ids=range(48), top_k=8, expert_count=128), top_logprobs(), sampling_mask()))

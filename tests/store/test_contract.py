@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
+
 from fsref.errors import BadRef, ConfigError, ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
 from fsref.store import Buffer, Deletion, Store, open_root
 from fsref.store.filesystem import FilesystemStore
 from fsref.store.objectstorage import ObjectStorageStore
 from fsref.store.posix import PosixStore
-from moto.server import ThreadedMotoServer
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from fsref.refs import (
     Alignment,
     Codec,
@@ -19,7 +21,6 @@ from fsref.refs import (
     sampling_mask,
     top_logprobs,
 )
-from numpy.typing import NDArray
 
 INC = "env.test.0123456789abcdef"
 

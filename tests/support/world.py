@@ -12,7 +12,6 @@ from fsref.ledger.predicates import Evidence, StoreView
 from fsref.ledger.recovery import adopt_records, plan_recovery, settle
 from fsref.ledger.report import Audit, conclude
 from fsref.ledger.rights import ConsumerRights, EnvRights, StepRights
-
 from tests.support.journals import Book, merged
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from fsref.config import StoreSection
 from fsref.refs import Dense, Payload, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.steps import MicroBatch, RankFile, SampleSequence
@@ -14,7 +15,6 @@ from fsref.store import Store, open_root
 from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
 from fsref.trainer.loader import FetchFailure, StepLoader
 from fsref.writer import Writer
-
 from tests.support.payloads import Numbers, cut, payload, schema
 
 
