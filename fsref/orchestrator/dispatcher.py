@@ -81,7 +81,8 @@ class Dispatcher:
         self._failures += 1
         if self._failures > self._failures_max:
             raise RoleFailed(
-                f"{self._failures} groups in a row could not finish (orchestrator.groups_failed_max = {self._failures_max});"
+                f"{_served(group)}{self._failures} groups in a row could not finish"
+                f" (orchestrator.groups_failed_max = {self._failures_max});"
                 f" the last was {group.what}: {group.failure}"
             )
 
@@ -134,3 +135,11 @@ class Dispatcher:
         for taken in group.taken:
             self._custody.drop(taken.episode.objects, Reason.GROUP_DROPPED)
         group.taken.clear()
+
+
+def _served(group: Group) -> str:
+    """First of all, what a source that someone else serves may be: a plain server's renderer may refuse replies with masks and heads."""
+    source = group.source
+    if not source.serve_address:
+        return ""
+    return f"source {source.name!r} at {source.serve_address}: is it a plain verifiers server? Use `fsref env-server`, which keeps arrays; "
