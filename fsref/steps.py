@@ -66,8 +66,8 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return sum(s.token_count for s in self.sequences)
 
     @property
-    def routed(self) -> bool:
-        """Whether it replays routing: every real sequence has a reference (samples with and without do not mix)."""
+    def needs_arrays(self) -> bool:
+        """Whether any sequence has a reference, so that something must be fetched before it trains."""
         return any(s.ref is not None for s in self.sequences)
 
 

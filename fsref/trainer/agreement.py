@@ -38,7 +38,7 @@ def agree(ranks: Ranks, rank_file: RankFile, taken: Taken) -> Agreement:
     """
     mine = torch.zeros(ranks.data_ranks, 2, len(taken), dtype=torch.int64)
     mine[ranks.data_rank, 0] = torch.tensor([isinstance(t, FetchFailure) for t in taken], dtype=torch.int64)
-    mine[ranks.data_rank, 1] = torch.tensor([m.routed for m in rank_file.micro_batches], dtype=torch.int64)
+    mine[ranks.data_rank, 1] = torch.tensor([m.needs_arrays for m in rank_file.micro_batches], dtype=torch.int64)
     ranks.sum_in_place(mine)
     failed, needing = mine[:, 0] > 0, mine[:, 1] > 0
     if not bool(failed.any()):
