@@ -1,8 +1,9 @@
 """The broker of a replica with several workers: verifiers' pool, plus what its workers must hear and what ends it.
 
-verifiers' broker answers a cancel of a finished run itself, drops replies to clients that are gone in silence, and never notices that a
-worker died: runs on it would wait for ever. Here the worker that served a request is remembered; a late cancel, or a client that
-is gone, reaches it as a cancel, which it reads as a nack; and the death of any worker stops the whole replica.
+verifiers' broker answers a cancel of a finished run itself, drops replies to clients that are gone in silence, ends with an error when a
+client leaves right after a health check or a cancel, and never notices that a worker died: runs on it would wait for ever. Here the
+worker that served a request is remembered; a late cancel, or a client that is gone, reaches it as a cancel, which it reads as a nack;
+and the death of any worker stops the whole replica.
 
 Owns that. Refuses to remove objects: only the worker that kept them, or its adopter, may.
 """
@@ -84,11 +85,15 @@ class KeepingPool(EnvServerPool):  # type: ignore[misc]  # verifiers is untyped
             served.replied = True
         try:
             return await inner(frames, *args, **kwargs)
-        except zmq.ZMQError:
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            # Not raised: verifiers guards its sends of worker frames, but not its own answers to health checks and cancels, and a
+            # client that left right after asking would end the broker.
             if served is not None and not served.client_gone:
                 served.client_gone = True
                 await _tell(served, request_id)
-            raise
+            return None
 
     def _watch(self, process: Any) -> None:
         wait([process.sentinel])
