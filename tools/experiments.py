@@ -123,7 +123,7 @@ def replay(options: Sequence[str]) -> None:
         configs["vLLM"] = "local-vllm.toml"
     for label, config in configs.items():
         extra = ["--trainer.loss.compare_replay", "true", "--orchestrator.ahead_max", "0", *options]
-        folder = run(config, f"replay-{label.split()[0]}", extra)
+        folder = run(config, f"replay-{label.split()[0].lower()}", extra)
         out[label] = {name: statistics.mean(series(folder, "trainer", name)) for name in REPLAY_METRICS}
         print(label, out[label], flush=True)
     write("replay", {"machine": machine(), "options": list(options), "means_over_steps": out})
