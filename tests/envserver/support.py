@@ -25,7 +25,7 @@ from tests.envserver import model_folder
 from tests.envserver.engine import Engine
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = float(__import__("os").environ.get("D_DEADLINE", 120))
+DEADLINE_S = 120.0
 """Generous: machines that run tests are often busy. Nothing waits this long unless it fails."""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 8, "min_p": 0.0, "max_tokens": 6, "logprobs": 3}
 SCHEMA = Schema(
@@ -94,6 +94,12 @@ class Replica:
             if int(fields[1]) == self.process.pid and b"spawn_main" in command:
                 found.append(int(stat.parent.name))
         return found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every thread of the process is stopped by a signal."""
+        stats = [p.read_text() for p in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        return all(s.rpartition(")")[2].split()[0] == "T" for s in stats)
 
     def stop(self, deadline_s: float = DEADLINE_S) -> int:
         """SIGTERM, and its exit code."""
@@ -177,6 +183,22 @@ class Run:
     @property
     def target(self) -> Target:
         return Target(base_url=self.engine.url, model="policy", tokenizer=self.config.model.path)
+
+
+def server_connections(address: str) -> int:
+    """TCP connections that a server on this host holds open at its address."""
+    return len(_tcp(address))
+
+
+def received(address: str) -> int:
+    """Bytes that lie at a server's connections, unread by its process."""
+    return sum(int(fields[4].partition(":")[2], 16) for fields in _tcp(address))
+
+
+def _tcp(address: str) -> list[list[str]]:
+    port = f"{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [f for f in lines if f[1].endswith(f":{port}") and f[3] not in ("0A", "06")]  # neither LISTEN nor TIME_WAIT
 
 
 def _count(spans: str) -> int:

@@ -13,13 +13,27 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
+import msgpack
 import pytest
+import zmq
 
 from fsref.episodes import Episode
 from fsref.episodes.client import EpisodeClient
 from fsref.errors import ReplicaDown, StoreFull
 from tests.envserver.engine import Engine
-from tests.envserver.support import ROOT, SAMPLING, Abandoned, Replica, Run, task, until, until_async, with_client
+from tests.envserver.support import (
+    ROOT,
+    SAMPLING,
+    Abandoned,
+    Replica,
+    Run,
+    received,
+    server_connections,
+    task,
+    until,
+    until_async,
+    with_client,
+)
 
 
 def start(client: EpisodeClient, run: Run, **data: object) -> "asyncio.Task[Episode]":
@@ -30,6 +44,21 @@ async def cancelled(running: "asyncio.Task[Episode]") -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def cancelled_by_server(running: "asyncio.Task[Episode]", client: EpisodeClient) -> None:
+    """Cancels, and returns once the server says that it aborted the run."""
+    (connection,) = [r.client for r in client._replicas.values()]
+    handle, said = connection._handle_batch, asyncio.Event()
+
+    async def listen(batch: Any) -> None:
+        if any(b"rollout aborted" in frames[-1].bytes for frames in batch):
+            said.set()
+        await handle(batch)
+
+    connection._handle_batch = listen
+    await cancelled(running)
+    await said.wait()
 
 
 class Ledger:
@@ -77,8 +106,7 @@ def test_cancel_while_an_object_is_written(run: Run, replica: Replica, ledger: L
         replica.set("hold-put")
         running = start(client, run)
         await until_async(lambda: replica.reached("in-put"), "a put begins")
-        await cancelled(running)
-        await until_async(lambda: client.counts()[f"{replica.env}-0"].in_flight == 0, "the run is over")
+        await cancelled_by_server(running, client)
         replica.clear("hold-put")
 
     with_client(run, replica.env, body)
@@ -91,11 +119,11 @@ def test_cancel_between_two_objects(run: Run, replica: Replica, ledger: Ledger) 
         replica.set("hold-put")
         running = start(client, run, turns=2, fork=True)
         await until_async(lambda: replica.reached("in-put"), "the first put begins")
-        await cancelled(running)
+        await cancelled_by_server(running, client)
         replica.clear("hold-put")
 
     with_client(run, replica.env, body)
-    until(lambda: ledger.new()["never_sent"] == ledger.new()["kept"] >= 1, "what was kept is dropped")
+    until(lambda: ledger.new() == Counter(kept=1, never_sent=1), "the first object is dropped, the second never written")
     until(ledger.settled, "nothing is left")
 
 
@@ -197,6 +225,7 @@ def test_a_client_that_is_killed_while_the_model_is_sampling(run: Run, replica: 
         engine.wait_held(1)
         client.kill()
         client.wait(120)
+        until(lambda: server_connections(replica.address) == 0, "the server sees that the client is gone")
     # The next delta finds no client and ends the run: the engine is not asked for all three turns, or what was kept is dropped.
     until(lambda: len(engine.requests) < 3 or ledger.new()["kept"] == ledger.new()["abandoned"] + ledger.new()["never_sent"], "the end")
 
@@ -212,19 +241,47 @@ def test_a_connection_that_breaks_while_its_object_is_written(run: Run, replica:
         replica.set("hold-put")
         running = start(client, run)
         await until_async(lambda: replica.reached("in-put"), "the put begins")
-        (connection,) = [r.client for r in client._replicas.values()]
-        for future in connection._pending.values():
+        (broken,) = client._replicas.values()
+        assert broken.watch is not None
+        broken.watch.cancel()
+        await asyncio.gather(broken.watch, return_exceptions=True)
+        for future in broken.client._pending.values():
             future.set_exception(ReplicaDown("the test cut the connection"))
-        connection._pending.clear()
-        connection.socket.close(linger=0)  # no cancel leaves, as if the process had been killed
+        broken.client._pending.clear()
+        broken.client.socket.close(linger=0)  # no cancel leaves, as if the process had been killed
         with pytest.raises(ReplicaDown):
             await running
+        await until_async(lambda: server_connections(replica.address) == 0, "the server sees that the client is gone")
         replica.clear("hold-put")
         await until_async(lambda: ledger.new()["abandoned"] + ledger.new()["never_sent"] == 1, "it is dropped: nobody can take it")
 
     with_client(run, replica.env, body)
     until(ledger.settled, "nothing is left")
     assert ledger.new()["kept"] == 1
+
+
+@pytest.mark.parametrize(("method", "question"), [(b"health", {}), (b"cancel", {"request_id": "0" * 32})])
+def test_a_client_that_leaves_without_its_answer_does_not_end_the_broker(
+    run: Run, replica: Replica, method: bytes, question: dict[str, str]
+) -> None:
+    """The server is stopped while the client asks and leaves, so that it finds a question and no one to answer."""
+    address = replica.address
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(address)
+        socket.send_multipart([b"first", b"health", msgpack.packb({})])
+        assert socket.poll(60_000), "it answers"
+        before = server_connections(address)
+        replica.process.send_signal(signal.SIGSTOP)
+        until(lambda: replica.stopped, "all of its threads stand still")
+        try:
+            socket.send_multipart([b"second", method, msgpack.packb(question)])
+            until(lambda: received(address) > 0, "the question lies at the server")
+            socket.close(linger=0)
+        finally:
+            replica.process.send_signal(signal.SIGCONT)
+    until(lambda: server_connections(address) < before, "the server sees that the client is gone")
+    assert with_client(run, replica.env, lambda client: first_episode(client, run)).ok
+    assert replica.process.poll() is None
 
 
 def test_a_full_store_ends_the_episode_and_leaves_nothing(run: Run, replica: Replica, ledger: Ledger) -> None:
