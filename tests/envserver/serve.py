@@ -1,8 +1,10 @@
 """Runs one replica with faults that a test sets by files in a control folder. usage: serve.py CONFIG ENV REPLICA CONTROL"""
 
 import asyncio
+import faulthandler
 import functools
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -61,6 +63,7 @@ class ControlledStore(Store):
 
 def controlled(control: Path, settings: resources.Settings) -> None:
     """The setup of every process: fsref's own, a controlled store, and a last delta that can be held (``hold-flush``)."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so that a test that hangs can be asked why
     install.install(settings)
     opened = resources.open_store
     if not isinstance(opened, functools.partial):
