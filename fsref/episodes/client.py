@@ -26,6 +26,9 @@ from fsref.errors import BadRef, FsrefError, ReplicaDown
 _POLL_S: Final = 0.25
 """Between looks at the address files and at the replicas' processes."""
 
+_ABORTED: Final = "Cancelled"
+"""How an env server ends the runs that its own stop cuts off."""
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -128,6 +131,8 @@ class EpisodeClient:
                     client=client, model=target.model, sampling=settings, task_data=dict(task.data)
                 )
             except ServerRefused as e:
+                if e.kind == _ABORTED:
+                    raise ReplicaDown(f"replica {replica.label} aborted the run, which nobody cancelled: it is stopping") from e
                 replica.failed += 1
                 _raise_known(e, replica.label)
                 return _failed(task, replica.label, f"{e.kind}: {e.detail}", time.monotonic() - start)

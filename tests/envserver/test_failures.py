@@ -325,8 +325,8 @@ def test_a_worker_that_dies_ends_its_replica(run: Run, engine: Engine, where: st
     assert ledger.new() == Counter(kept=1), "what the dead worker had not finished has no receipt; what is left is its adopter's"
 
 
-@pytest.mark.parametrize(("env", "workers"), [("brief", 1), ("briefpool", 2)])
-def test_sigterm_while_an_object_is_written(run: Run, engine: Engine, env: str, workers: int) -> None:
+@pytest.mark.parametrize("env", ["brief", "briefpool"])
+def test_sigterm_while_an_object_is_written(run: Run, engine: Engine, env: str) -> None:
     del engine
     replica = run.start(env)
     ledger = Ledger(run, env)
@@ -336,9 +336,9 @@ def test_sigterm_while_an_object_is_written(run: Run, engine: Engine, env: str, 
         replica.set("hold-put")
         running = start(client, run)
         await until_async(lambda: replica.reached("in-put"), "a put begins")
-        before = len(replica.log)
+        up = replica.log.count("EnvServer up")  # of a pool's workers one may still start, which the signal just ends
         replica.process.send_signal(signal.SIGTERM)
-        await until_async(lambda: replica.log[before:].count("EnvServer down") == workers, "every server stops while the put is under way")
+        await until_async(lambda: replica.log.count("EnvServer down") >= up, "every server stops while the put is under way")
         replica.clear("hold-put")
         with pytest.raises((ReplicaDown, asyncio.CancelledError)):
             await running
