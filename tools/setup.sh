@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ ! -x .venv/bin/fsref ]; then
   "${PYTHON:-python3}" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"fsref needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}")'
+  echo 'installing into .venv, once: a few minutes' >&2
   "${PYTHON:-python3}" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,s3,test]'
