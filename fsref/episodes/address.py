@@ -111,7 +111,20 @@ def stale(record: Address, *, run_uuid: str) -> bool:
 
 
 def gone(record: Address) -> bool:
-    """True only if the process provably ended: same host, and another boot or no such process with that start time."""
-    if record.host != socket.gethostname():
+    """True only if the process provably ended: same host, and another boot or no such process with that start time.
+
+    What cannot be read is unknown, never gone.
+    """
+    if record.host != socket.gethostname() or not record.pstart:
         return False
-    return record.boot_id != boot_id() or process_start(record.pid) != record.pstart
+    here_now = boot_id()
+    if record.boot_id and here_now and record.boot_id != here_now:
+        return True
+    try:
+        stat = Path(f"/proc/{record.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] in "ZX" or int(fields[19]) != record.pstart

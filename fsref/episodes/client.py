@@ -226,11 +226,11 @@ class EpisodeClient:
             self._changed.notify_all()
 
     async def _find(self) -> None:
-        """Connects to replicas as their address files appear or change."""
+        """Connects to replicas as their address files appear or change, and anew to one that was given up and lives."""
         while True:
             for _, record in await asyncio.to_thread(find, self._envs_dir, split=self._env.split, name=self._env.name):
                 known = self._replicas.get(record.label)
-                if known is not None and known.record is not None and known.record.nonce == record.nonce:
+                if known is not None and known.record == record and known.watch is not None and not known.watch.done():
                     continue
                 if not stale(record, run_uuid=self._run_uuid):
                     await self._replace(record)
@@ -243,7 +243,7 @@ class EpisodeClient:
             return
         if known.watch is not None:
             known.watch.cancel()
-        self._down(known, "a successor published its address")
+        self._down(known, "it is connected to anew")
         await known.client.close()
         known.old.append(known.client)
         known.client = WireClient(record.address, abandoned=self._abandoned)

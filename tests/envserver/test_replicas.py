@@ -77,3 +77,19 @@ def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:
 
     with pytest.raises(ReplicaDown, match=r"env 'brief': 1 replicas needed within 0.3 s, found none at .*/none/train/brief"):
         asyncio.run(go())
+
+
+def test_a_replica_that_was_given_up_by_mistake_is_taken_back(run: Run, shared: Callable[[str], Replica], engine: Engine) -> None:
+    del engine
+    shared("lone")
+
+    async def body(client: EpisodeClient) -> None:
+        (replica,) = client._replicas.values()
+        assert replica.watch is not None
+        client._down(replica, "a mistake")
+        replica.watch.cancel()
+        await until_async(lambda: client.counts()["lone-0"].alive, "it is connected to anew")
+        assert (await client.run(task(), target=run.target, sampling=SAMPLING)).ok
+        assert client.counts()["lone-0"].deaths == 1
+
+    with_client(run, "lone", body)

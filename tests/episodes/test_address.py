@@ -82,3 +82,12 @@ def test_a_pid_of_another_process_or_boot_is_gone(changes: dict[str, object]) ->
 
 def test_of_another_host_nothing_is_known() -> None:
     assert not address.gone(record(host="elsewhere", pid=1, pstart=1, boot_id="another"))
+
+
+def test_what_cannot_be_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(24, "too many open files")
+
+    mine = record()
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert not address.gone(mine)
