@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fsref.errors import MissingExtra, StepError
 from fsref.plan import ReadPlan
-from fsref.reader import DenseOut, Out, RaggedOut
+from fsref.reader import DenseOut, Out, RaggedOut, values_max
 from fsref.refs import Field, Schema, TokenRange, flags_of
 from fsref.steps import MicroBatch, SampleSequence
 
@@ -195,7 +195,7 @@ class Assembly:
 
     def _ragged(self, spec: Field, starts: NDArray[np.int64]) -> _FieldBuffers:
         counts = np.zeros(self._tokens, np.int32)
-        rooms = [_room(plan, spec.name) for plan in self._plans]
+        rooms = [0 if plan is None else values_max(plan, spec.name) for plan in self._plans]
         columns = {c.name: np.empty(sum(rooms), c.dtype) for c in spec.columns}
         buffers = _FieldBuffers(spec, counts, columns, np.zeros(self._tokens, np.bool_))
         base = 0
@@ -227,10 +227,6 @@ class Assembly:
 
 def _reads(plan: ReadPlan, name: str) -> bool:
     return any(r.field.name == name for s in plan.segments for r in s.fields)
-
-
-def _room(plan: ReadPlan | None, name: str) -> int:
-    return sum(r.values_max for s in plan.segments for r in s.fields if r.field.name == name) if plan is not None else 0
 
 
 def _compact(buffers: _FieldBuffers, name: str) -> int:

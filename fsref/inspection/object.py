@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsref.inspection.find import Place
 from fsref.inspection.load import LayerLoad, LoadCounter, routing_field
-from fsref.inspection.records import ArrayReport, FieldReport, ObjectReport, codec_of, kind_of
+from fsref.inspection.records import FieldReport, ObjectReport, codec_of, kind_of
 from fsref.inspection.status import Status, statuses
 from fsref.objects.view import ObjectView, view
 from fsref.refs import Dense, Field, TokenRange, object_name
@@ -40,9 +40,7 @@ def _object(store: Store, name: str, status: Status | None) -> ObjectReport:
             token_hash=found.token_hash.hex(),
             codec=codec_of(found.schema),
             fields=tuple(_object_field(f, found) for f in found.schema.fields if f.name in found.fields),
-            arrays=tuple(
-                ArrayReport(a.path, a.dtype, a.shape, a.chunk_shape, a.chunks, a.bytes_stored, a.bytes_raw) for a in found.arrays()
-            ),
+            arrays=tuple(found.arrays()),
             load=_object_load(found),
         )
 

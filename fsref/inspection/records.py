@@ -4,6 +4,7 @@ import msgspec
 
 from fsref.inspection.load import LayerLoad
 from fsref.inspection.status import Status
+from fsref.objects import EntryInfo
 from fsref.refs import Field, Schema
 
 
@@ -83,18 +84,6 @@ class StepReport(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
-class ArrayReport(msgspec.Struct, frozen=True):
-    """One array of an object."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    chunks: int
-    bytes_stored: int
-    bytes_raw: int
-
-
 class ObjectReport(msgspec.Struct, frozen=True):
     """``fsref inspect OBJECT``."""
 
@@ -106,7 +95,7 @@ class ObjectReport(msgspec.Struct, frozen=True):
     token_hash: str = ""
     codec: str = ""
     fields: tuple[FieldReport, ...] = ()
-    arrays: tuple[ArrayReport, ...] = ()
+    arrays: tuple[EntryInfo, ...] = ()
     load: tuple[LayerLoad, ...] = ()
 
 
