@@ -1,9 +1,12 @@
 """Frozen records for metrics hooks.
 
-Owns the record types and ``Hooks``. Refuses to know who listens: metrics.jsonl, wandb and Prometheus are listeners that roles attach.
+Owns the record types, and the figures that every role has of itself (its memory). Refuses to know who listens: metrics.jsonl, wandb and
+Prometheus are listeners that roles attach.
 """
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,3 +42,14 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def memory_metrics() -> dict[str, float]:
+    """Resident memory of this process now and at its highest, in bytes; the peak stands for both where the system does not say."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = float(peak if sys.platform == "darwin" else peak << 10)
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return {"memory/rss_bytes": peak_bytes, "memory/rss_peak_bytes": peak_bytes}
+    return {"memory/rss_bytes": float(pages * resource.getpagesize()), "memory/rss_peak_bytes": peak_bytes}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fsref import steps
 from fsref.config import Config
 from fsref.errors import RoleFailed, StepError
-from fsref.events import Event, Hook
+from fsref.events import Event, Hook, memory_metrics
 from fsref.orchestrator.attempts import Attempts
 from fsref.orchestrator.batch import Batch, build
 from fsref.orchestrator.custody import Custody
@@ -22,7 +22,7 @@ from fsref.orchestrator.dispatcher import Dispatcher
 from fsref.orchestrator.evaluation import evaluate, tally_metrics
 from fsref.orchestrator.filters import Rules, Selection, select
 from fsref.orchestrator.groups import Source, samples_of
-from fsref.orchestrator.metrics import batch_metrics, rss_bytes, selection_metrics
+from fsref.orchestrator.metrics import batch_metrics, selection_metrics
 from fsref.orchestrator.waiting import to_its_end, together
 from fsref.orchestrator.weights import Version
 from fsref.refs import Schema
@@ -145,7 +145,7 @@ class Loop:
                     **metrics,
                     **self.custody.flush(),
                     **laps,
-                    "memory/rss_bytes": float(rss_bytes()),
+                    **memory_metrics(),
                     "wire/bytes_received": float(wire - self._wire_before),
                     "steps/file_bytes": float(sum(map(len, batch.files))),
                     "steps/micro_batches": float(batch.info.micro_batches),

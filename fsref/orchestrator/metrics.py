@@ -1,27 +1,15 @@
-"""What the orchestrator reports for a step. Pure, but for the memory of this process.
+"""What the orchestrator reports for a step. Pure.
 
 Names are listed in docs/orchestrator.md. Sizes of arrays come from the references' statistics; no array is read.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, pstdev
 
 from fsref.orchestrator.filters import Selection
 from fsref.orchestrator.groups import Group, rewards_of
 from fsref.orchestrator.samples import Sample
 from fsref.refs import Schema
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 
 from fsref.config import Config
 from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
-from fsref.events import Event, Hook
+from fsref.events import Event, Hook, memory_metrics
 from fsref.steps import RankFile, step_name, sum_of
 from fsref.trainer import checkpoint, metrics, weights
 from fsref.trainer.agreement import Agreement, Taken, agree
@@ -150,13 +150,15 @@ class Trainer:
         self.committer.after_step(step)
 
         loss = self.config.trainer.loss
-        shared = self.ranks.gather((payload | {"payload/generated_routing": float(generated)}, metrics.sample_sums(rank_file), _memory()))
+        shared = self.ranks.gather(
+            (payload | {"payload/generated_routing": float(generated)}, metrics.sample_sums(rank_file), memory_metrics())
+        )
         return {
             **metrics.loss_metrics(update),
             **(metrics.comparison_metrics(update, replay=loss.replay) if loss.compare_replay else {}),
             **metrics.added(p for p, _, _ in shared),
             **metrics.sample_metrics(metrics.added(s for _, s, _ in shared)),
-            **{name: max(m[name] for _, _, m in shared) for name in _memory()},
+            **{name: max(m[name] for _, _, m in shared) for name in memory_metrics()},
             "payload/dropped_micro_batches": float(agreement.dropped_count),
             "optimizer/learning_rate": self.config.trainer.learning_rate,
             "time/train": trained_s,
@@ -211,10 +213,6 @@ class Trainer:
     def _report(self, step: int, values: dict[str, float]) -> None:
         if self.hook is not None:
             self.hook(Event(role="trainer", step=step, metrics=values))
-
-
-def _memory() -> dict[str, float]:
-    return {"memory/rss_bytes": metrics.rss_bytes(), "memory/rss_peak_bytes": metrics.rss_peak_bytes()}
 
 
 def _removal_metrics(removed: Removed) -> dict[str, float]:

@@ -3,10 +3,7 @@
 Owns arithmetic only; who listens is decided by whoever holds the hook.
 """
 
-import resource
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from fsref.steps import RankFile
 from fsref.trainer.learner import Update
@@ -86,18 +83,3 @@ def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             out[name] = out.get(name, 0.0) + value
     return out
-
-
-def rss_bytes() -> float:
-    """Resident memory of this process now; its peak where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return float(pages * resource.getpagesize())
-    except OSError:
-        return rss_peak_bytes()
-
-
-def rss_peak_bytes() -> float:
-    """Highest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak << 10)
