@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectMissing, StepError, StoreUnavailable
+from fsref.failpoints import failpoint
 from fsref.ledger.ids import hash64 as hash64
 from fsref.ledger.ids import sum_of as sum_of
 from fsref.refs import PayloadRef, Schema
@@ -144,7 +145,9 @@ def publish(store: Store, info: StepInfo, rank_files: Sequence[bytes]) -> None:
         raise StepError(f"step {info.step}: {len(rank_files)} rank files do not match the digests of STEP.json")
     for data_rank, data in enumerate(rank_files):
         store.put(rank_file_name(info.step, data_rank), [data])
+    failpoint("steps.before_info")
     store.put(info_name(info.step), [msgspec.json.encode(info)])
+    failpoint("steps.after_info")
 
 
 def read_info(store: Store, step: int) -> StepInfo:

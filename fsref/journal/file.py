@@ -17,6 +17,7 @@ from typing import Final, Self
 
 from fsref import __version__
 from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
+from fsref.failpoints import failpoint
 from fsref.journal import identity
 from fsref.ledger import records
 from fsref.ledger.ids import pack_known, pack_parts
@@ -110,8 +111,10 @@ class Journal:
             _open_journals.add(self)
             self.append(opened)
             self.sync()
+            failpoint("journal.open.before")
             staging.rename(self.path)  # a journal that can be seen is locked and names its process
             sync_folder(ledger_dir)
+            failpoint("journal.open.after")
         except OSError as e:
             self._close_fd()
             raise as_store_error(e, f"cannot create the journal {self.path}") from e
@@ -136,7 +139,9 @@ class Journal:
             start = self._size
             for line in lines:
                 try:
+                    failpoint("journal.append.before")
                     count = os.write(self._fd, line)
+                    failpoint("journal.append.after")
                 except OSError as e:
                     self._poison = f"append to {self.path} failed: {e.strerror}"
                     raise JournalPoisoned(self._poison) from e
@@ -154,7 +159,9 @@ class Journal:
                 return
             size, fd = self._size, os.dup(self._fd)
         try:
+            failpoint("journal.sync.before")
             os.fdatasync(fd)
+            failpoint("journal.sync.after")
             gone = os.fstat(fd).st_nlink == 0
         except OSError as e:
             with self._lock:

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from fsref.errors import BadRef, Fenced, JournalCorrupt, ObjectExists, ObjectMissing, StoreError
+from fsref.failpoints import failpoint
 from fsref.journal.file import FILE_MODE, as_store_error, now_ms, sync_folder
 from fsref.refs import check_incarnation
 
@@ -97,7 +98,9 @@ def release_lock(ledger_dir: Path, inc: str) -> None:
         except ObjectMissing:
             return
         if owner == inc:
+            failpoint("marker.release.before")
             (ledger_dir / LOCK_NAME).unlink()
+            failpoint("marker.release.after")
     finally:
         os.close(fd)
 
@@ -113,10 +116,12 @@ def _create(path: Path, marker: Marker) -> None:
         finally:
             os.close(fd)
         try:
+            failpoint("marker.create.before")
             os.link(staging, path, follow_symlinks=False)
         finally:
             staging.unlink()
         sync_folder(path.parent)
+        failpoint("marker.create.after")
     except OSError as e:
         raise as_store_error(e, f"cannot create {path}") from e
 

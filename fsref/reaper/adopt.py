@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsref.errors import Fenced, LedgerError
+from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import sync_journal
 from fsref.journal.markers import read_adopted, write_adopted
@@ -74,8 +75,11 @@ def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uui
     if how is None:
         raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
     write_adopted(ledger_dir, inc, by=by)
+    failpoint("adopt.after_fence")
     sync_journal(ledger_dir, inc)
     reader.read_one(inc)
     if journal.problem:
         raise LedgerError(f"{inc} cannot be adopted: {journal.problem}")
-    return Remains(journal, how, list_objects(store, f"obj/{inc}"))
+    view = list_objects(store, f"obj/{inc}")
+    failpoint("adopt.after_list")
+    return Remains(journal, how, view)

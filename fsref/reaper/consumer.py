@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fsref.config import LedgerSection
 from fsref.errors import FsrefError, LedgerError, RunBusy
+from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
 from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
 from fsref.journal.markers import read_adopted
@@ -74,10 +75,12 @@ class ConsumerHolder(Holder):
                 count["taken"] += len(fresh)
                 count["taken_bytes"] += sum([sizes[o] for o in fresh])
                 request = records.request_text(request_id)
+                failpoint("take.before_append")
                 if len(fresh) <= SMALL_SET_MAX:
                     self._journal.append(records.Take(now_ms(), request, pack_known(fresh)))
                 else:
                     self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request, piece, part), fresh))
+                failpoint("take.after_append")
             return fresh
 
     def drop(self, object_ids: Iterable[str], reason: str) -> int:
@@ -104,10 +107,13 @@ class ConsumerHolder(Holder):
             self._deleter.fence()
             ids = self._rights.ship(step, sizes)
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
+            failpoint("ship.before_append")
             self._journal.append(*parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
             self._count["shipped"] += n
             self._count["shipped_bytes"] += byte_count
+        failpoint("ship.after_append")
         self._journal.sync()
+        failpoint("ship.after_sync")
         return n, checksum
 
     def adopt(self, inc: str, *, force: bool = False) -> Adopted:
@@ -129,6 +135,7 @@ class ConsumerHolder(Holder):
             found = settle(fold, remains.view.present.get(inc, ()), dropped=dropped, spoken_for=taken)
             self._rights.refuse(inc)
             self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
+            failpoint("adopt.after_append")
             orphans, unjournaled = [f"{inc}/{s}" for s in found.orphans], [f"{inc}/{s}" for s in found.unjournaled]
             self._count["dropped"] += len(orphans) + len(unjournaled)
             self._drop(orphans, "orphan")
@@ -138,7 +145,9 @@ class ConsumerHolder(Holder):
             self._deleter.put(redo, attempt=1)
             staging = list(remains.view.staging)
             self._adopted[inc] = Adopted(inc, remains.how, len(orphans), len(unjournaled), len(redo), len(found.lost), len(staging))
+        failpoint("adopt.before_staging")
         self._store.delete(staging)
+        failpoint("adopt.after_staging")
         return self._adopted[inc]
 
     def dead_incarnations(self) -> list[str]:

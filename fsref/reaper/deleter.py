@@ -14,6 +14,7 @@ from time import monotonic
 
 from fsref.config import LedgerSection
 from fsref.errors import Fenced, FsrefError
+from fsref.failpoints import failpoint
 from fsref.journal.file import SMALL_SET_MAX, Journal, now_ms, parts_of
 from fsref.journal.markers import is_adopted, read_adopted
 from fsref.ledger import records
@@ -123,7 +124,9 @@ class Deleter:
             return batch
 
     def _remove(self, batch: list[tuple[str, int]]) -> None:
+        failpoint("deleter.before_sync")
         self._journal.sync()  # W1
+        failpoint("deleter.after_sync")
         self.fence()
         attempts = dict(batch)
         result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
@@ -131,8 +134,10 @@ class Deleter:
         for object_id in result.done:
             by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
         absent = set(result.absent)
+        failpoint("deleter.after_delete")
         for attempt, ids in by_attempt.items():
             write_done(self._journal, ids, absent=[o for o in ids if o in absent], attempt=attempt)
+        failpoint("deleter.after_done")
         now = monotonic()
         with self._wake:
             # One wait for all that failed at the same attempt: they are tried again in one batch.

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from fsref.errors import Fenced, StoreError
+from fsref.failpoints import failpoint
 from fsref.journal.file import now_ms
 from fsref.ledger import records
 from fsref.ledger.ids import IDS_RECORD_MAX, pack_seqs
@@ -51,7 +52,9 @@ class EnvHolder(Holder):
         with self._lock:
             self._rights.keep(seq, byte_count=byte_count)
             self._bytes += byte_count
+            failpoint("keep.before_append")
             self._journal.append(record)
+            failpoint("keep.after_append")
 
     def sent(self, request_id: str, object_ids: Iterable[str]) -> None:
         """Call right before the reply with these ids is handed to the transport. In memory only.
@@ -59,7 +62,9 @@ class EnvHolder(Holder):
         From here on only ``nack`` may remove them. Raises ``NotHolder`` for ids that are not kept here or were sent before.
         """
         with self._lock:
+            failpoint("sent.before")
             self._rights.sent(request_id, object_ids)
+            failpoint("sent.after")
 
     def delivered(self, request_id: str) -> None:
         """The client acknowledged the reply: forget its ids. Optional; unacknowledged ones are bounded and settled by adoption."""

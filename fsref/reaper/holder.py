@@ -12,6 +12,7 @@ from typing import Self
 
 from fsref.config import LedgerSection
 from fsref.errors import StoreError
+from fsref.failpoints import failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
 from fsref.journal.run import RunInfo
@@ -53,7 +54,9 @@ class Holder:
     def _drop(self, object_ids: Sequence[str], reason: records.Reason) -> None:
         """Records the decision and hands the ids to the deleter."""
         if object_ids:
+            failpoint("drop.before_append")
             write_drop(self._journal, object_ids, reason)
+            failpoint("drop.after_append")
             self._deleter.put(object_ids)
 
     def _check_reason(self, reason: str, legal: frozenset[str]) -> None:
@@ -64,8 +67,10 @@ class Holder:
         pending = self._deleter.close(deadline_s=deadline_s)
         try:
             self._deleter.check()
+            failpoint("close.before_append")
             self._journal.append(records.Close(now_ms(), n=n, void=void, counters={k: v for k, v in counters.items() if v}))
             self._journal.sync()
+            failpoint("close.after_sync")
         finally:
             self._journal.close()
         return pending

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsref.config import LedgerSection
 from fsref.errors import BadRef, JournalCorrupt, ObjectMissing, RunBusy
+from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
 from fsref.journal.identity import mint
@@ -88,12 +89,15 @@ def recover(
     with Journal(ledger_dir, mint("rec", "main"), run_uuid=run.run_uuid) as journal:
         inc = journal.inc
         try:
+            failpoint("recover.after_open")
             _lock(ledger_dir, inc, run)
+            failpoint("recover.after_lock")
             scene = _look(store, ledger_dir, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
         except BaseException:
             journal.append(records.Close(now_ms()))
             release_lock(ledger_dir, inc)
             raise
+        failpoint("recover.after_look")
         published = {key for key in scene.run.ships if replay == "keep" and _published(store, key)}
         sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
         plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
@@ -102,8 +106,10 @@ def recover(
         unexpected = (*scene.view.foreign, *map(object_name, plan.unexpected))
         store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
         final = resume_step is None and not pending
+        failpoint("recover.before_close")
         journal.append(_closing(scene, plan, final=final, remove_unexpected=remove_unexpected, force_dead=force_dead))
         journal.sync()
+        failpoint("recover.after_close")
         release_lock(ledger_dir, inc)
     return Recovery(
         inc=inc,
@@ -163,14 +169,17 @@ def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPla
     """Fences, adoptions, decisions: durable together before anything is removed (W1)."""
     for h in _to_adopt(scene):
         fence(ledger_dir, h, by=journal.inc, ended=scene.run.journals)  # everyone has ended, else there is no scene
+        failpoint("recover.after_fence")
         sync_journal(ledger_dir, h)
         for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
             journal.append(record)
+        failpoint("recover.after_adopt")
     if plan.recovered:
         write_drop(journal, plan.recovered, "recovered")
     if plan.unjournaled:
         write_drop(journal, plan.unjournaled, "unjournaled")
     journal.sync()
+    failpoint("recover.after_sync")
 
 
 def _remove(store: Store, journal: Journal, plan: RecoveryPlan, *, section: LedgerSection, deadline_s: float) -> tuple[str, ...]:
@@ -179,8 +188,10 @@ def _remove(store: Store, journal: Journal, plan: RecoveryPlan, *, section: Ledg
         for at in range(0, len(ids), section.batch_ids_max):
             batch = ids[at : at + section.batch_ids_max]
             outcome = delete_objects(store, batch, deadline_s=deadline_s, threads=section.delete_threads)
+            failpoint("recover.after_delete")
             if outcome.done:
                 write_done(journal, outcome.done, absent=outcome.absent, attempt=attempt)
+            failpoint("recover.after_done")
             pending += outcome.failed
     return tuple(pending)
 

@@ -6,6 +6,7 @@ The data ranks' leaders remove the objects of their rank file (``owned``) with `
 from collections.abc import Iterable, Mapping
 
 from fsref.errors import FsrefError, NotHolder, RunBusy
+from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms, sync_journal
 from fsref.journal.read import LedgerReader
@@ -49,8 +50,10 @@ class StepHolder(Holder):
             raise RunBusy(f"{', '.join(alive)} may be alive: one trainer at a time; stop it, or have its launcher write its .dead marker")
         for inc in left:
             fence(self._ledger_dir, inc, by=self.inc, ended=before)
+            failpoint("succeed.after_fence")
             sync_journal(self._ledger_dir, inc)
             self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
+            failpoint("succeed.after_append")
         mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))
         redo = [f"{inc}/{seq}" for inc, seq in merged.pending() if merged.drops[inc][seq].journal in mine]
         self._deleter.put(redo, attempt=1)
@@ -68,7 +71,9 @@ class StepHolder(Holder):
         """
         with self._lock:
             if self._rights.take(info.step, n=info.n, checksum=info.sum):
+                failpoint("taken.before_append")
                 self._journal.append(records.StepRecord(now_ms(), info.step, "taken", info.n, info.sum))
+                failpoint("taken.after_append")
                 self._count["steps_taken"] += 1
 
     def used(self, step: int, miss: Mapping[str, str] | None = None) -> None:
@@ -81,7 +86,9 @@ class StepHolder(Holder):
             classes = {kind: pack(o for o, k in (miss or {}).items() if k == kind) for kind in sorted(set((miss or {}).values()))}
             if unknown := set(classes) - records.MISS_CLASSES:
                 raise ValueError(f"failure classes {sorted(unknown)} are not of {sorted(records.MISS_CLASSES)}")
+            failpoint("used.before_append")
             self._journal.append(records.StepRecord(now_ms(), step, "used", n, checksum, classes))
+            failpoint("used.after_append")
             self._count["steps_used"] += 1
             self._count["missed"] += len(miss or {})
 
@@ -93,10 +100,13 @@ class StepHolder(Holder):
         """
         with self._lock:
             ranges = self._rights.drop(lo, hi)
+            failpoint("drop_steps.before_append")
             for a, b in ranges:
                 self._journal.append(records.Drop(now_ms(), "trained", steps=(a, b)))
             self._count["steps_dropped"] += sum(b - a + 1 for a, b in ranges)
+        failpoint("drop_steps.after_append")
         self._journal.sync()
+        failpoint("drop_steps.after_sync")
         self._deleter.fence()
         return sum(b - a + 1 for a, b in ranges)
 
@@ -105,7 +115,9 @@ class StepHolder(Holder):
         with self._lock:
             if late := [s for s in range(lo, hi + 1) if s not in self._rights.released]:
                 raise NotHolder(f"steps {lo}..{hi} cannot be done: step {late[0]} was not dropped")
+            failpoint("done_steps.before_append")
             self._journal.append(records.Done(now_ms(), steps=(lo, hi), a=pack(absent), k=attempt))
+            failpoint("done_steps.after_append")
             self._count["steps_done"] += hi - lo + 1
 
     def close(self) -> int:

@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from fsref.failpoints import armed, failpoint
 from fsref.store.base import Buffer, Deletion, Durability, Entry, ObjectFile, Store, check_name
 
 DIR_FDS_MAX: Final = 64
-IOV_MAX: Final = 512
+IOV_MAX: Final = 1 if armed("store.put.mid") else 512
+"""Buffers per write. A test that stops in the middle of a file needs a middle."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.EMLINK}
 _MISSING: Final = {errno.ENOENT, errno.ENOTDIR}
@@ -105,6 +107,7 @@ class PosixStore(Store):
 
     def _publish(self, folder: int, leaf: str, staging: str, buffers: Sequence[Buffer], *, durability: Durability, replace: bool) -> None:
         asked = f"publishing {leaf} under {self.url}"
+        failpoint("store.put.before")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             fd = os.open(staging, flags, 0o640, dir_fd=folder)
@@ -113,6 +116,7 @@ class PosixStore(Store):
         try:
             try:
                 _write_all(fd, buffers)
+                failpoint("store.put.written")
                 if durability == "node":
                     os.fsync(fd)
             finally:
@@ -120,6 +124,7 @@ class PosixStore(Store):
             if not replace and _exists(leaf, folder):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             os.rename(staging, leaf, src_dir_fd=folder, dst_dir_fd=folder)
+            failpoint("store.put.renamed")
             if durability == "node":
                 os.fsync(folder)
         except BaseException as e:
@@ -149,8 +154,10 @@ class PosixStore(Store):
             check_name(name)
             folder, _, leaf = name.rpartition("/")
             try:
+                failpoint("store.delete.before")
                 with self._folder(folder, create=False) as fd:
                     os.unlink(leaf, dir_fd=fd)
+                failpoint("store.delete.after")
                 out[name] = Deletion.DONE
             except (ObjectMissing, FileNotFoundError):
                 out[name] = Deletion.ABSENT
@@ -166,6 +173,7 @@ class PosixStore(Store):
     def list(self, prefix: str) -> Iterator[Entry]:
         check_name(prefix)
         try:
+            failpoint("store.list.before")
             with self._folder(prefix, create=False) as folder:
                 fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)  # a dup would share its place in the folder
         except ObjectMissing:
@@ -262,6 +270,8 @@ def _write_all(fd: int, buffers: Sequence[Buffer]) -> None:
             at += 1
         if n:
             views[at] = views[at][n:]
+        if at < len(views):
+            failpoint("store.put.mid")
 
 
 def _exists(leaf: str, folder: int) -> bool:

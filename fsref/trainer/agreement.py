@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fsref.errors import StepLost
+from fsref.failpoints import failpoint
 from fsref.steps import RankFile, step_name
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.loader import FetchFailure
@@ -39,7 +40,9 @@ def agree(ranks: Ranks, rank_file: RankFile, taken: Taken) -> Agreement:
     mine = torch.zeros(ranks.data_ranks, 2, len(taken), dtype=torch.int64)
     mine[ranks.data_rank, 0] = torch.tensor([isinstance(t, FetchFailure) for t in taken], dtype=torch.int64)
     mine[ranks.data_rank, 1] = torch.tensor([m.needs_arrays for m in rank_file.micro_batches], dtype=torch.int64)
+    failpoint("agree.before")
     ranks.sum_in_place(mine)
+    failpoint("agree.after")
     failed, needing = mine[:, 0] > 0, mine[:, 1] > 0
     if not bool(failed.any()):
         return Agreement((False,) * len(taken), 0, {})

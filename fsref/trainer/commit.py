@@ -15,6 +15,7 @@ from typing import Final, Protocol, Self
 
 from fsref.config import TrainerSection
 from fsref.errors import ObjectMissing, StepReleased
+from fsref.failpoints import failpoint
 from fsref.reaper import Outcome, delete_objects
 from fsref.steps import RankFile, StepInfo, read_info, read_rank
 from fsref.store import Store
@@ -146,8 +147,15 @@ class Committer:
         for step in steps:
             sizes.update(self._owned.pop(step))
         share = list(sizes) if self._ranks.is_leader else []
-        outcome = self._pool.submit(delete_objects, self._store, share, threads=self._delete_threads, stop=self._stop)
+        outcome = self._pool.submit(self._remove, share)
         self._shares.append(_Share(steps[0], steps[-1], sizes, outcome))
+
+    def _remove(self, share: list[str]) -> Outcome:
+        """In the thread: this leader's objects."""
+        failpoint("leader.before_delete")
+        outcome = delete_objects(self._store, share, threads=self._delete_threads, stop=self._stop)
+        failpoint("leader.after_delete")
+        return outcome
 
     def _settle(self, share: _Share) -> Removed:
         outcome = share.outcome.result()

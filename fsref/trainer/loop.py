@@ -15,6 +15,7 @@ import torch
 from fsref.config import Config
 from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
 from fsref.events import Event, Hook, memory_metrics
+from fsref.failpoints import failpoint
 from fsref.steps import RankFile, step_name, sum_of
 from fsref.trainer import checkpoint, metrics, weights
 from fsref.trainer.agreement import Agreement, Taken, agree
@@ -190,6 +191,7 @@ class Trainer:
         start = time.perf_counter()
         generators = self.ranks.gather(torch.get_rng_state())
         self.ranks.together("saving a checkpoint", lambda: self._save(generators))
+        failpoint("checkpoint.after")
         self.committer.after_checkpoint(self.version)
         return time.perf_counter() - start
 
