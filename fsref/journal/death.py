@@ -13,6 +13,7 @@ from typing import Literal
 from fsref.journal import identity
 from fsref.journal.file import journal_path
 from fsref.journal.markers import is_dead
+from fsref.journal.place import Ledger
 from fsref.journal.read import OpenJournal
 from fsref.ledger.records import Open
 
@@ -20,15 +21,15 @@ How = Literal["closed", "dead", "flock", "forced"]
 """How an incarnation's end is known; the word of the ``adopt`` record."""
 
 
-def how_ended(ledger_dir: Path, journal: OpenJournal, *, forced: Collection[str] = ()) -> How | None:
+def how_ended(ledger: Ledger, journal: OpenJournal, *, forced: Collection[str] = ()) -> How | None:
     """How the end of an incarnation is proved; None if it may be alive. ``forced``: incarnations that an operator declared dead."""
     inc = journal.fold.inc
     if journal.fold.sealed:
         return "closed"
-    if is_dead(ledger_dir, inc):
+    if is_dead(ledger, inc):
         return "dead"
     opened = journal.fold.open
-    if opened is not None and _same_boot(opened) and (_lock_is_free(journal_path(ledger_dir, inc)) or _process_is_gone(opened)):
+    if opened is not None and _same_boot(opened) and (_lock_is_free(journal_path(ledger.folder, inc)) or _process_is_gone(opened)):
         return "flock"
     return "forced" if inc in forced else None
 

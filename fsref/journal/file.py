@@ -19,6 +19,7 @@ from fsref import __version__
 from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
 from fsref.failpoints import failpoint
 from fsref.journal import identity
+from fsref.journal.place import Ledger
 from fsref.ledger import records
 from fsref.ledger.ids import pack_known, pack_parts
 from fsref.ledger.records import AnyRecord, encode_line
@@ -75,10 +76,10 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def sync_journal(ledger_dir: Path, inc: str) -> None:
+def sync_journal(ledger: Ledger, inc: str) -> None:
     """Makes another incarnation's journal durable before it is adopted up to its end: a power loss must not shorten it after that."""
     try:
-        fd = os.open(journal_path(ledger_dir, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(journal_path(ledger.folder, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.fsync(fd)
         finally:
@@ -90,10 +91,10 @@ def sync_journal(ledger_dir: Path, inc: str) -> None:
 class Journal:
     """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
 
-    def __init__(self, ledger_dir: Path, inc: str, *, run_uuid: str) -> None:
+    def __init__(self, ledger: Ledger, inc: str, *, run_uuid: str) -> None:
         """Creates the file under a private name, locks it, writes ``open``, then gives it its name. Raises ``StoreError`` subclasses."""
         self.inc = inc
-        self.path = journal_path(ledger_dir, inc)
+        self.path = journal_path(ledger.folder, inc)
         self._lock = threading.Lock()
         self._fd = -1
         self._poison = ""
@@ -113,7 +114,7 @@ class Journal:
             self.sync()
             failpoint("journal.open.before")
             staging.rename(self.path)  # a journal that can be seen is locked and names its process
-            sync_folder(ledger_dir)
+            sync_folder(ledger.folder)
             failpoint("journal.open.after")
         except OSError as e:
             self._close_fd()

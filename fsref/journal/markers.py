@@ -13,6 +13,7 @@ import msgspec
 from fsref.errors import BadRef, Fenced, JournalCorrupt, ObjectExists, ObjectMissing, StoreError
 from fsref.failpoints import failpoint
 from fsref.journal.file import FILE_MODE, as_store_error, now_ms, sync_folder
+from fsref.journal.place import Ledger
 from fsref.refs import check_incarnation
 
 BYTES_MAX: Final = 4096
@@ -35,71 +36,71 @@ def dead_path(ledger_dir: Path, inc: str) -> Path:
     return ledger_dir / f"{check_incarnation(inc)}.dead"
 
 
-def write_dead(ledger_dir: Path, inc: str, *, by: str = "", why: str = "") -> None:
+def write_dead(ledger: Ledger, inc: str, *, by: str = "", why: str = "") -> None:
     """Says that the process of ``inc`` was reaped (waitpid), or that its node is lost. Only whoever knows that may call it.
 
     ``why`` is for people. Writing it again changes nothing. Raises ``StoreError``.
     """
     try:
-        _create(dead_path(ledger_dir, inc), Marker(by=by, ms=now_ms(), why=why[:1000]))
+        _create(dead_path(ledger.folder, inc), Marker(by=by, ms=now_ms(), why=why[:1000]))
     except ObjectExists:
         return
 
 
-def write_adopted(ledger_dir: Path, inc: str, *, by: str) -> None:
+def write_adopted(ledger: Ledger, inc: str, *, by: str) -> None:
     """Fences ``inc``: exactly one successor can ever create this. Raises ``Fenced`` if another one has."""
     try:
-        _create(adopted_path(ledger_dir, inc), Marker(by=check_incarnation(by), ms=now_ms()))
+        _create(adopted_path(ledger.folder, inc), Marker(by=check_incarnation(by), ms=now_ms()))
     except ObjectExists:
-        owner = read_adopted(ledger_dir, inc)
+        owner = read_adopted(ledger, inc)
         if owner != by:
             raise Fenced(f"{inc} was adopted by {owner}, so {by} cannot adopt it") from None
 
 
-def read_adopted(ledger_dir: Path, inc: str) -> str | None:
+def read_adopted(ledger: Ledger, inc: str) -> str | None:
     """Who adopted ``inc``; None if nobody did."""
     try:
-        return check_incarnation(_read(adopted_path(ledger_dir, inc)).by)
+        return check_incarnation(_read(adopted_path(ledger.folder, inc)).by)
     except ObjectMissing:
         return None
     except BadRef as e:
-        raise JournalCorrupt(f"{adopted_path(ledger_dir, inc)} does not name an incarnation: {e}") from e
+        raise JournalCorrupt(f"{adopted_path(ledger.folder, inc)} does not name an incarnation: {e}") from e
 
 
-def is_adopted(ledger_dir: Path, inc: str) -> bool:
+def is_adopted(ledger: Ledger, inc: str) -> bool:
     """One stat: whether the fence of ``inc`` is up."""
-    return os.path.lexists(adopted_path(ledger_dir, inc))
+    return os.path.lexists(adopted_path(ledger.folder, inc))
 
 
-def is_dead(ledger_dir: Path, inc: str) -> bool:
+def is_dead(ledger: Ledger, inc: str) -> bool:
     """Whether a ``.dead`` marker is there."""
-    return os.path.lexists(dead_path(ledger_dir, inc))
+    return os.path.lexists(dead_path(ledger.folder, inc))
 
 
-def acquire_lock(ledger_dir: Path, inc: str) -> str | None:
+def acquire_lock(ledger: Ledger, inc: str) -> str | None:
     """Creates ``recover.lock`` for ``inc``. Returns None, or the incarnation that has it (the caller asks whether that one is dead)."""
     try:
-        _create(ledger_dir / LOCK_NAME, Marker(by=inc, ms=now_ms()))
+        _create(ledger.folder / LOCK_NAME, Marker(by=inc, ms=now_ms()))
     except ObjectExists:
         try:
-            return _read(ledger_dir / LOCK_NAME).by
+            return _read(ledger.folder / LOCK_NAME).by
         except ObjectMissing:
-            return acquire_lock(ledger_dir, inc)
+            return acquire_lock(ledger, inc)
     return None
 
 
-def release_lock(ledger_dir: Path, inc: str) -> None:
+def release_lock(ledger: Ledger, inc: str) -> None:
     """Removes ``recover.lock`` if ``inc`` has it; held by nobody else in between, because the folder is locked meanwhile."""
-    fd = os.open(ledger_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(ledger.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
-            owner = _read(ledger_dir / LOCK_NAME).by
+            owner = _read(ledger.folder / LOCK_NAME).by
         except ObjectMissing:
             return
         if owner == inc:
             failpoint("marker.release.before")
-            (ledger_dir / LOCK_NAME).unlink()
+            (ledger.folder / LOCK_NAME).unlink()
             failpoint("marker.release.after")
     finally:
         os.close(fd)

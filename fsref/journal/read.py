@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fsref.errors import BadRef, JournalCorrupt, RunMismatch
+from fsref.journal.place import Ledger
 from fsref.ledger.fold import JournalFold
 from fsref.ledger.lines import LineReader
 from fsref.ledger.merge import RunFold
@@ -37,8 +38,9 @@ class OpenJournal:
 class LedgerReader:
     """All journals of one ledger folder. ``refresh`` reads what is new; ``merge`` gives the union once reading is over."""
 
-    def __init__(self, ledger_dir: Path, *, run_uuid: str | None = None) -> None:
-        self.ledger_dir = ledger_dir
+    def __init__(self, ledger: Ledger, *, run_uuid: str | None = None) -> None:
+        self.ledger = ledger
+        self._folder = ledger.folder
         self._run_uuid = run_uuid
         self.journals: dict[str, OpenJournal] = {}
         self.problems: list[str] = []
@@ -59,26 +61,26 @@ class LedgerReader:
             try:
                 inc = check_incarnation(stem)
             except BadRef:
-                self.problems.append(f"{self.ledger_dir / name} is not named after an incarnation")
+                self.problems.append(f"{self._folder / name} is not named after an incarnation")
                 continue
             if suffix == "jnl":
-                self._read(inc, self.ledger_dir / name)
+                self._read(inc, self._folder / name)
             else:
                 self.marked.add(inc)
         return {inc: journal.end for inc, journal in self.journals.items()}
 
     def read_one(self, inc: str) -> OpenJournal | None:
         """Reads one journal only; None if it is not there."""
-        self._read(inc, self.ledger_dir / f"{check_incarnation(inc)}.jnl")
+        self._read(inc, self._folder / f"{check_incarnation(inc)}.jnl")
         return self.journals.get(inc)
 
     def _names(self) -> list[str]:
         try:
-            return sorted(path.name for path in self.ledger_dir.iterdir())
+            return sorted(path.name for path in self._folder.iterdir())
         except FileNotFoundError:
-            self.problems.append(f"the ledger folder {self.ledger_dir} is not there")
+            self.problems.append(f"the ledger folder {self._folder} is not there")
         except OSError as e:
-            self.problems.append(f"the ledger folder {self.ledger_dir} cannot be listed: {e.strerror}")
+            self.problems.append(f"the ledger folder {self._folder} cannot be listed: {e.strerror}")
         return []
 
     def _read(self, inc: str, path: Path) -> None:
@@ -119,7 +121,7 @@ class LedgerReader:
     def _check_run(self, fold: JournalFold) -> None:
         if self._run_uuid is not None and fold.open is not None and fold.open.run_uuid != self._run_uuid:
             raise RunMismatch(
-                f"{self.ledger_dir / fold.inc}.jnl belongs to a run with run_uuid {fold.open.run_uuid[:40]}, "
+                f"{self._folder / fold.inc}.jnl belongs to a run with run_uuid {fold.open.run_uuid[:40]}, "
                 f"this run has {self._run_uuid}: the folder was used by another run"
             )
 

@@ -13,6 +13,7 @@ from fsref.config import Config
 from fsref.errors import JournalCorrupt, RunMismatch
 from fsref.journal import identity
 from fsref.journal.markers import write_dead
+from fsref.journal.place import Ledger
 from fsref.journal.run import create_run, read_run
 from fsref.ledger.records import LINE_BYTES_MAX, Close, Open, decode_line, line_ok
 from fsref.pipeline.layout import Part, RoleCommand
@@ -41,7 +42,7 @@ def declare_dead(config: Config, role: RoleCommand, pids: Sequence[int]) -> list
     """
     dead = [inc for inc, journal in _journals(config, role) if _left_open(journal, set(pids))]
     for inc in dead:
-        write_dead(ledger_dir(config), inc, by="launcher", why=f"{role.command.name}: {len(pids)} processes were waited for")
+        write_dead(Ledger(ledger_dir(config)), inc, by="launcher", why=f"{role.command.name}: {len(pids)} processes were waited for")
     return dead
 
 

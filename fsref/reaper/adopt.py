@@ -5,13 +5,13 @@ Owns the order: proof of death, fence, journal, complete listing, record, drops.
 
 from collections.abc import Container
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsref.errors import Fenced, LedgerError
 from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import sync_journal
 from fsref.journal.markers import read_adopted, write_adopted
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.ledger.predicates import StoreView
 from fsref.reaper.listing import list_objects
@@ -46,19 +46,19 @@ class Adopted:
     """Staging files that were removed."""
 
 
-def fence(ledger_dir: Path, h: str, *, by: str, ended: Container[str]) -> None:
+def fence(ledger: Ledger, h: str, *, by: str, ended: Container[str]) -> None:
     """Fences ``h`` for ``by``. A fence that one of ``ended`` put up before it died, without its record, comes with the rights of that one.
 
     Raises ``Fenced`` if the fence belongs to anybody else.
     """
-    owner = read_adopted(ledger_dir, h)
+    owner = read_adopted(ledger, h)
     if owner is None:
-        write_adopted(ledger_dir, h, by=by)
+        write_adopted(ledger, h, by=by)
     elif owner != by and owner not in ended:
         raise Fenced(f"{h} was adopted by {owner}, which is not known to have ended")
 
 
-def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uuid: str, force: bool = False) -> Remains:
+def fence_and_read(store: Store, ledger: Ledger, inc: str, *, by: str, run_uuid: str, force: bool = False) -> Remains:
     """Proves the end of an env incarnation, fences it, reads its journal and lists its objects completely.
 
     Raises ``LedgerError`` if it may be alive, ``Fenced`` if another adopted it, ``JournalCorrupt``, ``StoreError`` if the listing is
@@ -67,16 +67,16 @@ def fence_and_read(store: Store, ledger_dir: Path, inc: str, *, by: str, run_uui
     check_incarnation(inc)
     if not inc.startswith("env."):
         raise LedgerError(f"{inc} is no env incarnation: only `fsref recover`, with the run stopped, adopts the others")
-    reader = LedgerReader(ledger_dir, run_uuid=run_uuid)
+    reader = LedgerReader(ledger, run_uuid=run_uuid)
     journal = reader.read_one(inc)
     if journal is None or reader.problems:
-        raise LedgerError(f"{inc} cannot be adopted: {'; '.join(reader.problems) or f'it has no journal under {ledger_dir}'}")
-    how = how_ended(ledger_dir, journal, forced=(inc,) if force else ())
+        raise LedgerError(f"{inc} cannot be adopted: {'; '.join(reader.problems) or f'it has no journal under {ledger.folder}'}")
+    how = how_ended(ledger, journal, forced=(inc,) if force else ())
     if how is None:
         raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
-    write_adopted(ledger_dir, inc, by=by)
+    write_adopted(ledger, inc, by=by)
     failpoint("adopt.after_fence")
-    sync_journal(ledger_dir, inc)
+    sync_journal(ledger, inc)
     reader.read_one(inc)
     if journal.problem:
         raise LedgerError(f"{inc} cannot be adopted: {journal.problem}")

@@ -6,6 +6,7 @@ Owns the order that makes a live run judgeable: J1 := journals, L := listing, J2
 from pathlib import Path
 
 from fsref.errors import StoreError
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import Evidence, StoreView
@@ -20,7 +21,7 @@ def audit(store: Store, ledger_dir: Path, *, run: str, run_uuid: str | None = No
     ``run_uuid`` (from ``run.json``) refuses journals of another run with ``RunMismatch``. Everything that cannot be read makes the
     verdict UNPROVABLE, with the reason; it is never ok.
     """
-    reader = LedgerReader(ledger_dir, run_uuid=run_uuid)
+    reader = LedgerReader(Ledger.of(store, ledger_dir), run_uuid=run_uuid)
     settled = reader.refresh()
     problems: list[str] = []
     view: StoreView | None = None

@@ -50,10 +50,10 @@ class ConsumerHolder(Holder):
 
     def _check_alone(self) -> None:
         """One orchestrator at a time, and none after a crash before the run was recovered."""
-        reader = LedgerReader(self._ledger_dir, run_uuid=self._run.run_uuid)
+        reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
         reader.refresh()
         others = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("orc", "rec")}
-        hows = {inc: how_ended(self._ledger_dir, journal) for inc, journal in others.items()}
+        hows = {inc: how_ended(self._ledger, journal) for inc, journal in others.items()}
         merged = reader.merge()
         left = [inc for inc in others if not merged.adopted(inc)]
         if alive := [inc for inc in left if hows[inc] is None]:
@@ -127,7 +127,7 @@ class ConsumerHolder(Holder):
             self._deleter.check()
             if inc in self._adopted:
                 return self._adopted[inc]
-        remains = fence_and_read(self._store, self._ledger_dir, inc, by=self.inc, run_uuid=self._run.run_uuid, force=force)
+        remains = fence_and_read(self._store, self._ledger, inc, by=self.inc, run_uuid=self._run.run_uuid, force=force)
         fold = remains.journal.fold
         dropped = fold.drops.get(inc, {})
         with self._lock:
@@ -155,13 +155,13 @@ class ConsumerHolder(Holder):
 
         An orchestrator does that by itself (``ledger.adopt_poll_s``).
         """
-        names = {path.name for path in self._ledger_dir.iterdir()}
+        names = {path.name for path in self._ledger.folder.iterdir()}
         found = (name.removesuffix(".dead") for name in names if name.startswith("env.") and name.endswith(".dead"))
         return sorted(inc for inc in found if f"{inc}.jnl" in names and inc not in self._adopted and self._may_adopt(inc, names))
 
     def _may_adopt(self, inc: str, names: set[str]) -> bool:
         """No fence, or our own: then an earlier attempt stopped behind it."""
-        return f"{inc}.adopted" not in names or read_adopted(self._ledger_dir, inc) == self.inc
+        return f"{inc}.adopted" not in names or read_adopted(self._ledger, inc) == self.inc
 
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""

@@ -9,7 +9,6 @@ import random
 import threading
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from time import monotonic
 
 from fsref.config import LedgerSection
@@ -17,6 +16,7 @@ from fsref.errors import Fenced, FsrefError
 from fsref.failpoints import failpoint
 from fsref.journal.file import SMALL_SET_MAX, Journal, now_ms, parts_of
 from fsref.journal.markers import is_adopted, read_adopted
+from fsref.journal.place import Ledger
 from fsref.ledger import records
 from fsref.ledger.ids import ids_of, pack, pack_known
 from fsref.reaper.delete import back_off_s, delete_once
@@ -26,8 +26,8 @@ from fsref.store.base import Store
 class Deleter:
     """Removes ids whose ``drop`` was appended to ``journal``. Thread-safe; the thread starts with the first id."""
 
-    def __init__(self, store: Store, ledger_dir: Path, journal: Journal, section: LedgerSection) -> None:
-        self._store, self._ledger_dir, self._journal, self._section = store, ledger_dir, journal, section
+    def __init__(self, store: Store, ledger: Ledger, journal: Journal, section: LedgerSection) -> None:
+        self._store, self._ledger, self._journal, self._section = store, ledger, journal, section
         self._wake = threading.Condition()
         self._queue: deque[tuple[str, int]] = deque()  # id, attempts so far
         self._retry: list[tuple[float, int, str, int]] = []  # due, tie, id, attempts so far
@@ -155,8 +155,8 @@ class Deleter:
     def fence(self) -> None:
         """One stat: raises ``Fenced`` if this incarnation was adopted."""
         inc = self._journal.inc
-        if is_adopted(self._ledger_dir, inc):
-            raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(self._ledger_dir, inc)}: this process must stop")
+        if is_adopted(self._ledger, inc):
+            raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(self._ledger, inc)}: this process must stop")
 
 
 def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[str] = (), attempt: int = 1) -> None:

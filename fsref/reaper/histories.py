@@ -11,10 +11,12 @@ from typing import Literal
 
 from fsref.errors import LedgerError, StoreError
 from fsref.journal.file import as_store_error, journal_path
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.ids import split
 from fsref.ledger.merge import Place
 from fsref.ledger.records import LINE_BYTES_MAX, decode_line, line_ok
+from fsref.store.base import Store
 
 State = Literal["unknown", "live", "dropped", "removed"]
 
@@ -36,16 +38,17 @@ class History:
     done_ms: int = 0
 
 
-def history(ledger_dir: Path, object_ids: Iterable[str]) -> dict[str, History]:
+def history(store: Store, ledger_dir: Path, object_ids: Iterable[str]) -> dict[str, History]:
     """The history of each object; ``unknown`` where no journal names it. One pass over all journals.
 
     Raises ``BadRef`` for an id outside the grammar, ``RunMismatch``; damaged journals count up to their damage.
     """
     wanted = [(object_id, *split(object_id)) for object_id in object_ids]
-    reader = LedgerReader(ledger_dir)
+    ledger = Ledger.of(store, ledger_dir)
+    reader = LedgerReader(ledger)
     reader.refresh()
     run = reader.merge(accept_corrupt=True)
-    times = _Times(ledger_dir)
+    times = _Times(ledger)
     out: dict[str, History] = {}
     for object_id, inc, seq in wanted:
         fold = run.journals.get(inc)
@@ -72,8 +75,8 @@ def history(ledger_dir: Path, object_ids: Iterable[str]) -> dict[str, History]:
 class _Times:
     """The wall clock of the record at a place, read from its line again: the fold does not carry what it must not use."""
 
-    def __init__(self, ledger_dir: Path) -> None:
-        self._ledger_dir = ledger_dir
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._known: dict[Place, int] = {}
 
     def at(self, place: Place) -> int:
@@ -83,7 +86,7 @@ class _Times:
 
     def _read(self, inc: str, offset: int) -> int:
         try:
-            fd = os.open(journal_path(self._ledger_dir, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(journal_path(self._ledger.folder, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 line = os.pread(fd, LINE_BYTES_MAX, offset).partition(b"\n")[0]
             finally:

@@ -15,6 +15,7 @@ from fsref.errors import StoreError
 from fsref.failpoints import failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
+from fsref.journal.place import Ledger
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
 from fsref.reaper.deleter import Deleter, write_drop
@@ -28,7 +29,7 @@ class Holder:
     role: str
 
     def __init__(self, store: Store, ledger_dir: Path, *, run: RunInfo, label: str = "main", section: LedgerSection | None = None) -> None:
-        self._store, self._ledger_dir, self._run = store, ledger_dir, run
+        self._store, self._ledger, self._run = store, Ledger.of(store, ledger_dir), run
         self._section = section or LedgerSection()
         self._label = label_of(label)
         self._lock = threading.RLock()
@@ -38,8 +39,8 @@ class Holder:
 
     def _open(self) -> None:
         self.inc = mint(self.role, self._label)
-        self._journal = Journal(self._ledger_dir, self.inc, run_uuid=self._run.run_uuid)
-        self._deleter = Deleter(self._store, self._ledger_dir, self._journal, self._section)
+        self._journal = Journal(self._ledger, self.inc, run_uuid=self._run.run_uuid)
+        self._deleter = Deleter(self._store, self._ledger, self._journal, self._section)
         self._closed = False
 
     @property

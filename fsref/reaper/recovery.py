@@ -16,6 +16,7 @@ from fsref.journal.death import How, how_ended
 from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
 from fsref.journal.identity import mint
 from fsref.journal.markers import acquire_lock, release_lock
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
@@ -86,22 +87,23 @@ def recover(
     ``RunMismatch``, ``StoreError`` if the listing is not complete.
     """
     make_folder(ledger_dir)
-    with Journal(ledger_dir, mint("rec", "main"), run_uuid=run.run_uuid) as journal:
+    ledger = Ledger.of(store, ledger_dir)
+    with Journal(ledger, mint("rec", "main"), run_uuid=run.run_uuid) as journal:
         inc = journal.inc
         try:
             failpoint("recover.after_open")
-            _lock(ledger_dir, inc, run)
+            _lock(ledger, inc, run)
             failpoint("recover.after_lock")
-            scene = _look(store, ledger_dir, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
+            scene = _look(store, ledger, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
         except BaseException:
             journal.append(records.Close(now_ms()))
-            release_lock(ledger_dir, inc)
+            release_lock(ledger, inc)
             raise
         failpoint("recover.after_look")
         published = {key for key in scene.run.ships if replay == "keep" and _published(store, key)}
         sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
         plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
-        _record(journal, ledger_dir, scene, plan)
+        _record(journal, ledger, scene, plan)
         pending = _remove(store, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
         unexpected = (*scene.view.foreign, *map(object_name, plan.unexpected))
         store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
@@ -110,7 +112,7 @@ def recover(
         journal.append(_closing(scene, plan, final=final, remove_unexpected=remove_unexpected, force_dead=force_dead))
         journal.sync()
         failpoint("recover.after_close")
-        release_lock(ledger_dir, inc)
+        release_lock(ledger, inc)
     return Recovery(
         inc=inc,
         adopted={h: scene.hows[h] for h in _to_adopt(scene)},
@@ -136,21 +138,21 @@ def close_run(
     return audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
 
 
-def _lock(ledger_dir: Path, inc: str, run: RunInfo) -> None:
-    owner = acquire_lock(ledger_dir, inc)
+def _lock(ledger: Ledger, inc: str, run: RunInfo) -> None:
+    owner = acquire_lock(ledger, inc)
     while owner is not None:
-        journal = LedgerReader(ledger_dir, run_uuid=run.run_uuid).read_one(owner)
-        if journal is not None and how_ended(ledger_dir, journal) is None:
+        journal = LedgerReader(ledger, run_uuid=run.run_uuid).read_one(owner)
+        if journal is not None and how_ended(ledger, journal) is None:
             raise RunBusy(f"the recovery {owner} may be alive: wait for it, or stop its process")
-        release_lock(ledger_dir, owner)
-        owner = acquire_lock(ledger_dir, inc)
+        release_lock(ledger, owner)
+        owner = acquire_lock(ledger, inc)
 
 
-def _look(store: Store, ledger_dir: Path, inc: str, run: RunInfo, *, force_dead: Collection[str], accept_corrupt: bool) -> _Scene:
+def _look(store: Store, ledger: Ledger, inc: str, run: RunInfo, *, force_dead: Collection[str], accept_corrupt: bool) -> _Scene:
     """Everyone's end proved, all journals read, a complete listing."""
-    reader = LedgerReader(ledger_dir, run_uuid=run.run_uuid)
+    reader = LedgerReader(ledger, run_uuid=run.run_uuid)
     ends = reader.refresh()
-    hows = {i: how_ended(ledger_dir, j, forced=force_dead) for i, j in reader.journals.items() if i != inc}
+    hows = {i: how_ended(ledger, j, forced=force_dead) for i, j in reader.journals.items() if i != inc}
     damaged = [j.problem for j in reader.journals.values() if j.problem] + reader.problems
     merged = reader.merge(accept_corrupt=accept_corrupt)
     alive = [i for i, how in hows.items() if how is None and not merged.adopted(i)]
@@ -165,12 +167,12 @@ def _to_adopt(scene: _Scene) -> list[str]:
     return [h for h in scene.hows if h in scene.run.journals and not scene.run.adopted(h)]
 
 
-def _record(journal: Journal, ledger_dir: Path, scene: _Scene, plan: RecoveryPlan) -> None:
+def _record(journal: Journal, ledger: Ledger, scene: _Scene, plan: RecoveryPlan) -> None:
     """Fences, adoptions, decisions: durable together before anything is removed (W1)."""
     for h in _to_adopt(scene):
-        fence(ledger_dir, h, by=journal.inc, ended=scene.run.journals)  # everyone has ended, else there is no scene
+        fence(ledger, h, by=journal.inc, ended=scene.run.journals)  # everyone has ended, else there is no scene
         failpoint("recover.after_fence")
-        sync_journal(ledger_dir, h)
+        sync_journal(ledger, h)
         for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
             journal.append(record)
         failpoint("recover.after_adopt")

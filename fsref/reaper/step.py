@@ -39,19 +39,19 @@ class StepHolder(Holder):
 
         Raises ``RunBusy`` if another trainer or a recovery may be alive.
         """
-        reader = LedgerReader(self._ledger_dir, run_uuid=self._run.run_uuid)
+        reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
         reader.refresh()
         before = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("trn", "rec")}
         ends = {inc: journal.end for inc, journal in before.items()}
-        hows = {inc: how_ended(self._ledger_dir, journal) for inc, journal in before.items()}
+        hows = {inc: how_ended(self._ledger, journal) for inc, journal in before.items()}
         merged = reader.merge()
         left = [inc for inc in before if not merged.adopted(inc)]
         if alive := [inc for inc in left if hows[inc] is None]:
             raise RunBusy(f"{', '.join(alive)} may be alive: one trainer at a time; stop it, or have its launcher write its .dead marker")
         for inc in left:
-            fence(self._ledger_dir, inc, by=self.inc, ended=before)
+            fence(self._ledger, inc, by=self.inc, ended=before)
             failpoint("succeed.after_fence")
-            sync_journal(self._ledger_dir, inc)
+            sync_journal(self._ledger, inc)
             self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
             failpoint("succeed.after_append")
         mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))

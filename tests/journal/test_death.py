@@ -12,6 +12,7 @@ from fsref.journal import identity, write_dead
 from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, make_folder
 from fsref.journal.markers import LOCK_NAME, acquire_lock, adopted_path, is_adopted, read_adopted, release_lock, write_adopted
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.ledger.records import Close
 
@@ -21,47 +22,48 @@ OPEN_AND_EXIT = """
 import sys
 from pathlib import Path
 from fsref.journal.file import Journal
-Journal(Path(sys.argv[1]), sys.argv[2], run_uuid="0" * 32)
+from fsref.journal.place import Ledger
+Journal(Ledger(Path(sys.argv[1])), sys.argv[2], run_uuid="0" * 32)
 """
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Path:
+def ledger(tmp_path: Path) -> Ledger:
     make_folder(tmp_path / "ledger")
-    return tmp_path / "ledger"
+    return Ledger(tmp_path / "ledger")
 
 
-def read(ledger: Path) -> OpenJournal:
+def read(ledger: Ledger) -> OpenJournal:
     found = LedgerReader(ledger).read_one(INC)
     assert found is not None
     return found
 
 
-def test_a_live_process_is_alive(ledger: Path) -> None:
+def test_a_live_process_is_alive(ledger: Ledger) -> None:
     with Journal(ledger, INC, run_uuid="0" * 32):
         assert how_ended(ledger, read(ledger)) is None
         assert how_ended(ledger, read(ledger), forced=[INC]) == "forced"
 
 
-def test_a_close_record_is_proof(ledger: Path) -> None:
+def test_a_close_record_is_proof(ledger: Ledger) -> None:
     with Journal(ledger, INC, run_uuid="0" * 32) as journal:
         journal.append(Close(1, 0))
         assert how_ended(ledger, read(ledger)) == "closed"
 
 
-def test_the_launchers_marker_is_proof(ledger: Path) -> None:
+def test_the_launchers_marker_is_proof(ledger: Ledger) -> None:
     with Journal(ledger, INC, run_uuid="0" * 32):
         write_dead(ledger, INC, by="launcher")
         write_dead(ledger, INC, by="launcher")
         assert how_ended(ledger, read(ledger)) == "dead"
 
 
-def test_a_free_lock_on_this_boot_is_proof(ledger: Path) -> None:
+def test_a_free_lock_on_this_boot_is_proof(ledger: Ledger) -> None:
     Journal(ledger, INC, run_uuid="0" * 32).close()
     assert how_ended(ledger, read(ledger)) == "flock"
 
 
-def test_a_free_lock_seen_from_another_host_or_boot_proves_nothing(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_lock_seen_from_another_host_or_boot_proves_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     Journal(ledger, INC, run_uuid="0" * 32).close()
     journal = read(ledger)
     here = identity.this_process()
@@ -71,8 +73,8 @@ def test_a_free_lock_seen_from_another_host_or_boot_proves_nothing(ledger: Path,
             assert how_ended(ledger, journal) is None
 
 
-def test_the_lock_of_a_process_is_free_once_it_is_gone(ledger: Path) -> None:
-    subprocess.run([sys.executable, "-c", OPEN_AND_EXIT, str(ledger), INC], check=True)
+def test_the_lock_of_a_process_is_free_once_it_is_gone(ledger: Ledger) -> None:
+    subprocess.run([sys.executable, "-c", OPEN_AND_EXIT, str(ledger.folder), INC], check=True)
     assert how_ended(ledger, read(ledger)) == "flock"
 
 
@@ -85,28 +87,28 @@ def test_process_start_tells_processes_with_the_same_number_apart() -> None:
     assert identity.process_start(child.pid) != start
 
 
-def test_a_fence_has_one_owner(ledger: Path) -> None:
+def test_a_fence_has_one_owner(ledger: Ledger) -> None:
     assert not is_adopted(ledger, INC)
     write_adopted(ledger, INC, by=REC)
     write_adopted(ledger, INC, by=REC)
     assert (is_adopted(ledger, INC), read_adopted(ledger, INC)) == (True, REC)
     with pytest.raises(Fenced, match=REC):
         write_adopted(ledger, INC, by="rec.main.0000000000000003")
-    assert [p.name for p in ledger.iterdir()] == [f"{INC}.adopted"]
+    assert [p.name for p in ledger.folder.iterdir()] == [f"{INC}.adopted"]
 
 
-def test_a_fence_with_a_foreign_content_is_refused(ledger: Path) -> None:
+def test_a_fence_with_a_foreign_content_is_refused(ledger: Ledger) -> None:
     for content in (b"", b"{}", b'{"by":"../../etc"}', b"x" * 10_000):
-        adopted_path(ledger, INC).write_bytes(content)
+        adopted_path(ledger.folder, INC).write_bytes(content)
         with pytest.raises(JournalCorrupt):
             read_adopted(ledger, INC)
 
 
-def test_only_its_owner_releases_the_lock_of_recovery(ledger: Path) -> None:
+def test_only_its_owner_releases_the_lock_of_recovery(ledger: Ledger) -> None:
     assert acquire_lock(ledger, REC) is None
     assert acquire_lock(ledger, INC) == REC
     release_lock(ledger, INC)
-    assert (ledger / LOCK_NAME).exists()
+    assert (ledger.folder / LOCK_NAME).exists()
     release_lock(ledger, REC)
     assert acquire_lock(ledger, INC) is None
 

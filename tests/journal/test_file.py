@@ -12,6 +12,7 @@ import pytest
 
 from fsref.errors import JournalPoisoned, StoreDenied, StoreError
 from fsref.journal.file import Journal, make_folder
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.records import Close, Keep, decode_line
 
@@ -28,13 +29,13 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def test_the_first_line_names_the_process(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         first = decode_line(journal.path.read_bytes().splitlines()[0])
     assert (first.inc, first.run_uuid, first.pid) == (INC, UUID, os.getpid())  # type: ignore[union-attr]
 
 
 def test_a_record_is_one_write_at_the_end(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         writes: list[int] = []
         write = os.write
         monkeypatch.setattr(os, "write", lambda fd, data: (writes.append(len(data)), write(fd, data))[1])  # type: ignore[func-returns-value]
@@ -47,15 +48,15 @@ def test_a_record_is_one_write_at_the_end(ledger: Path, monkeypatch: pytest.Monk
 
 
 def test_a_name_is_used_once(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID):
+    with Journal(Ledger(ledger), INC, run_uuid=UUID):
         pass
     (ledger / f".{INC}.jnl.tmp").touch()
     with pytest.raises(StoreError):
-        Journal(ledger, INC, run_uuid=UUID)
+        Journal(Ledger(ledger), INC, run_uuid=UUID)
 
 
 def test_a_failed_append_poisons_the_journal_for_good(ledger: Path) -> None:
-    journal = Journal(ledger, INC, run_uuid=UUID)
+    journal = Journal(Ledger(ledger), INC, run_uuid=UUID)
     fd, journal._fd = journal._fd, os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(JournalPoisoned, match="No space left"):
         journal.append(KEEP)
@@ -73,8 +74,9 @@ import resource, sys
 from pathlib import Path
 from fsref.errors import JournalPoisoned
 from fsref.journal.file import Journal
+from fsref.journal.place import Ledger
 from fsref.ledger.records import Keep
-journal = Journal(Path(sys.argv[1]), sys.argv[2], run_uuid="0" * 32)
+journal = Journal(Ledger(Path(sys.argv[1])), sys.argv[2], run_uuid="0" * 32)
 journal.append(Keep(1, 0, 100, 7, 10, 1))
 size = journal.path.stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
@@ -89,7 +91,7 @@ except JournalPoisoned as e:
 def test_a_short_write_tears_the_record_and_readers_stop_before_it(ledger: Path) -> None:
     out = subprocess.run([sys.executable, "-c", TORN, str(ledger), INC], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "poisoned"
-    reader = LedgerReader(ledger)
+    reader = LedgerReader(Ledger(ledger))
     reader.refresh()
     journal = reader.journals[INC]
     assert (journal.problem, set(journal.fold.kept), journal.lines.torn_bytes) == ("", {0}, 20)
@@ -97,7 +99,7 @@ def test_a_short_write_tears_the_record_and_readers_stop_before_it(ledger: Path)
 
 
 def test_a_failed_sync_is_final(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(ledger, INC, run_uuid=UUID)
+    journal = Journal(Ledger(ledger), INC, run_uuid=UUID)
     journal.append(KEEP)
 
     def fail(_: int) -> None:
@@ -113,7 +115,7 @@ def test_a_failed_sync_is_final(ledger: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_sync_without_new_records_costs_nothing(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         journal.append(KEEP)
         journal.sync()
         monkeypatch.setattr(os, "fdatasync", lambda fd: pytest.fail(f"synced {fd} again"))
@@ -121,7 +123,7 @@ def test_a_sync_without_new_records_costs_nothing(ledger: Path, monkeypatch: pyt
 
 
 def test_a_journal_that_is_removed_under_a_live_run_is_loud(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         journal.append(KEEP)
         journal.path.unlink()
         with pytest.raises(JournalPoisoned, match="removed under a live run"):
@@ -129,7 +131,7 @@ def test_a_journal_that_is_removed_under_a_live_run_is_loud(ledger: Path) -> Non
 
 
 def test_the_lock_is_held_for_life(ledger: Path) -> None:
-    journal = Journal(ledger, INC, run_uuid=UUID)
+    journal = Journal(Ledger(ledger), INC, run_uuid=UUID)
     with journal.path.open("rb") as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,8 +144,9 @@ import fcntl, os, sys
 from pathlib import Path
 from fsref.errors import JournalPoisoned
 from fsref.journal.file import Journal
+from fsref.journal.place import Ledger
 from fsref.ledger.records import Keep
-journal = Journal(Path(sys.argv[1]), sys.argv[2], run_uuid="0" * 32)
+journal = Journal(Ledger(Path(sys.argv[1])), sys.argv[2], run_uuid="0" * 32)
 record = Keep(1, 0, 100, 7, 10, 1)
 pid = os.fork()
 if pid == 0:
@@ -165,7 +168,7 @@ with journal.path.open("rb") as other:
 def test_a_forked_child_cannot_write_and_leaves_the_parents_lock_alone(ledger: Path) -> None:
     out = subprocess.run([sys.executable, "-c", FORK, str(ledger), INC], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["7", "locked"]
-    reader = LedgerReader(ledger)
+    reader = LedgerReader(Ledger(ledger))
     reader.refresh()
     assert set(reader.journals[INC].fold.kept) == {0}
 
@@ -179,7 +182,7 @@ def test_a_ledger_folder_behind_a_symlink_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_for_the_group_only(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         assert stat.S_IMODE(journal.path.stat().st_mode) & ~0o640 == 0
 
 
@@ -187,7 +190,7 @@ def test_a_journal_behind_a_symlink_is_a_problem_and_is_not_read(ledger: Path, t
     secret = tmp_path / "secret"
     secret.write_bytes(b"root:x\n")
     (ledger / f"{INC}.jnl").symlink_to(secret)
-    reader = LedgerReader(ledger)
+    reader = LedgerReader(Ledger(ledger))
     reader.refresh()
     assert INC not in reader.journals
     assert "cannot be opened" in reader.problems[0]
@@ -195,14 +198,14 @@ def test_a_journal_behind_a_symlink_is_a_problem_and_is_not_read(ledger: Path, t
 
 def test_a_file_of_another_name_is_a_problem(ledger: Path) -> None:
     (ledger / "notes.jnl").touch()
-    reader = LedgerReader(ledger)
+    reader = LedgerReader(Ledger(ledger))
     reader.refresh()
     assert "not named after an incarnation" in reader.problems[0]
 
 
 def test_a_reader_goes_on_where_it_stopped(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
-        reader = LedgerReader(ledger)
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
+        reader = LedgerReader(Ledger(ledger))
         first = reader.refresh()
         journal.append(KEEP)
         second = reader.refresh()
@@ -211,10 +214,10 @@ def test_a_reader_goes_on_where_it_stopped(ledger: Path) -> None:
 
 
 def test_a_journal_that_shrinks_is_damaged(ledger: Path) -> None:
-    with Journal(ledger, INC, run_uuid=UUID) as journal:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         journal.append(KEEP)
         journal.append(Close(1, 1))
-        reader = LedgerReader(ledger)
+        reader = LedgerReader(Ledger(ledger))
         reader.refresh()
         os.truncate(journal.path, 50)
         reader.refresh()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.lines import LineReader
 from fsref.ledger.predicates import Evidence, StoreView
@@ -12,7 +13,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_journals_of_version_1_are_proved() -> None:
-    reader = LedgerReader(GOLDEN, run_uuid="0" * 32)
+    reader = LedgerReader(Ledger(GOLDEN), run_uuid="0" * 32)
     reader.refresh()
     run = reader.merge()
     assert run.problems == []

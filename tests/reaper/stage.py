@@ -7,6 +7,7 @@ from pathlib import Path
 from fsref.config import LedgerSection
 from fsref.errors import StoreError, StoreUnavailable
 from fsref.journal import RunInfo, create_run, write_dead
+from fsref.journal.place import Ledger
 from fsref.ledger.ids import sum_of
 from fsref.reaper import Audit, ConsumerHolder, EnvHolder, StepHolder, audit, delete_objects
 from fsref.refs import Schema, object_name, top_logprobs
@@ -67,6 +68,7 @@ class Stage:
         self.root = root
         self.store = FaultyStore(root / RUN)
         self.ledger = root / RUN / "ledger"
+        self.place = Ledger(self.ledger)
         self.run: RunInfo = create_run(self.store, RUN, Schema((top_logprobs(),)))
         self.section = LedgerSection(strict=strict, batch_wait_s=0.01, adopt_poll_s=adopt_poll_s, adopt_drain_s=0.0)
         self.batches: dict[int, list[str]] = {}
@@ -131,7 +133,7 @@ class Stage:
         holder._deleter.close(deadline_s=0.0)
         holder._journal.close()
         if reaped:
-            write_dead(self.ledger, holder.inc, by="launcher")
+            write_dead(self.place, holder.inc, by="launcher")
 
     def audit(self) -> Audit:
         return audit(self.store, self.ledger, run=RUN, run_uuid=self.run.run_uuid)

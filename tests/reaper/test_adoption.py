@@ -104,7 +104,7 @@ def test_a_replica_that_may_be_alive_is_not_adopted(stage: Stage) -> None:
     with stage.env() as env, stage.orc() as orc:
         with pytest.raises(LedgerError, match="may be alive"):
             orc.adopt(env.inc)
-        assert read_adopted(stage.ledger, env.inc) is None
+        assert read_adopted(stage.place, env.inc) is None
         assert orc.take("q", dict.fromkeys(stage.put(env), 100))
 
 
@@ -134,7 +134,7 @@ def test_a_listing_that_fails_decides_nothing(stage: Stage) -> None:
 def test_two_adopters_cannot_both_have_an_incarnation(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     stage.kill(env)
-    write_adopted(stage.ledger, env.inc, by="rec.main.0000000000000009")
+    write_adopted(stage.place, env.inc, by="rec.main.0000000000000009")
     with pytest.raises(Fenced, match=r"adopted by rec\.main"):
         orc.adopt(env.inc)
     orc.close()
@@ -144,7 +144,7 @@ def test_an_adopter_that_dies_after_its_marker_is_inherited(stage: Stage) -> Non
     env, orc = stage.env(), stage.orc()
     stage.put(env)
     stage.kill(env)
-    write_adopted(stage.ledger, env.inc, by=orc.inc)
+    write_adopted(stage.place, env.inc, by=orc.inc)
     stage.kill(orc)
     assert close_run(stage.store, stage.ledger, run=stage.run).verdict is Verdict.PROVED
 
@@ -326,7 +326,7 @@ def test_a_worker_that_is_killed_is_proved_dead_and_adopted(stage: Stage) -> Non
         worker.wait()
         worker.stdout.close()
         worker.stdin.close()
-        write_dead(stage.ledger, inc, by="test", why="waitpid")
+        write_dead(stage.place, inc, by="test", why="waitpid")
         assert orc.adopt(inc).orphans == 5
     assert stage.audit().verdict is Verdict.PROVED
 

@@ -150,9 +150,9 @@ def test_a_trainer_inherits_the_fence_of_one_that_died_before_its_record(stage: 
         patch.setattr(step, "fence", Cutter(1, after=True).wrap(fence))
         with pytest.raises(Killed):
             stage.trn()
-    second = read_adopted(stage.ledger, first.inc)
+    second = read_adopted(stage.place, first.inc)
     assert second is not None
-    write_dead(stage.ledger, second)
+    write_dead(stage.place, second)
     stage.trn().close()
     found = stage.audit()
     assert (found.verdict, found.violations) == (Verdict.PROVED, ())

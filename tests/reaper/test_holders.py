@@ -227,7 +227,7 @@ def test_removals_are_batched(stage: Stage) -> None:
 def test_an_adopted_process_deletes_nothing_more_and_is_told(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.reply(env, orc, 2)
-    write_adopted(stage.ledger, orc.inc, by="rec.main.0000000000000001")
+    write_adopted(stage.place, orc.inc, by="rec.main.0000000000000001")
     orc.drop(found[:1], "stale")
     orc.flush(deadline_s=30)
     with pytest.raises(Fenced, match=r"adopted by rec\.main"):
