@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faultproxy import fault_proxy
+from tests.support.s3servers import moto, s3_credentials, weed
+
+__all__ = ["fault_proxy", "moto", "s3_credentials", "weed"]  # fixtures of every test
+
 NOT_CORE = frozenset({"envserver", "episodes", "inference", "orchestrator", "pipeline", "tensors", "trainer", "proofs"})
 """Test folders whose subject needs an extra."""
 
