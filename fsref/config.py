@@ -256,6 +256,8 @@ class LedgerSection(Section, frozen=True, kw_only=True):
     """Ids of one deletion batch."""
     batch_wait_s: Positive = 0.1
     """How long a dropped object may wait for others, so that they are removed together."""
+    queue_ids_max: Count = 65_536
+    """Dropped ids that a process holds as work at hand; further ones are kept as bare numbers, 8 bytes each. None is lost."""
     delete_threads: Count = 4
     """Threads that remove objects, per process."""
     adopt_poll_s: Positive = 1.0

@@ -4,10 +4,8 @@ Owns its thread. Never blocks a caller; ``close`` waits up to a deadline. Refuse
 incarnation was adopted; callers see that as ``JournalPoisoned`` or ``Fenced`` at their next call.
 """
 
-import heapq
 import random
 import threading
-from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 
@@ -19,6 +17,7 @@ from fsref.journal.markers import is_adopted, read_adopted
 from fsref.journal.place import Ledger
 from fsref.ledger import records
 from fsref.ledger.ids import ids_of, pack, pack_known
+from fsref.reaper.backlog import Backlog
 from fsref.reaper.delete import back_off_s, delete_once
 from fsref.store.base import Store
 
@@ -29,15 +28,13 @@ class Deleter:
     def __init__(self, store: Store, ledger: Ledger, journal: Journal, section: LedgerSection) -> None:
         self._store, self._ledger, self._journal, self._section = store, ledger, journal, section
         self._wake = threading.Condition()
-        self._queue: deque[tuple[str, int]] = deque()  # id, attempts so far
-        self._retry: list[tuple[float, int, str, int]] = []  # due, tie, id, attempts so far
+        self._backlog = Backlog(ids_max=section.queue_ids_max)
         self._busy = 0
         self._idle = False
         self._stopping = False
         self._deadline = 0.0
         self._failure: FsrefError | None = None
         self._thread: threading.Thread | None = None
-        self._ties = 0
         self._rng = random.Random()  # noqa: S311 - jitter
         self.done = 0
         self.absent_first = 0
@@ -47,7 +44,7 @@ class Deleter:
     def pending(self) -> int:
         """Dropped ids that are not removed yet: the gauge ``pending_delete``."""
         with self._wake:
-            return len(self._queue) + len(self._retry) + self._busy
+            return len(self._backlog) + self._busy
 
     def check(self) -> None:
         """Raises what stopped the deleter: ``JournalPoisoned`` or ``Fenced``."""
@@ -59,18 +56,18 @@ class Deleter:
         if not object_ids:
             return
         with self._wake:
-            self._queue.extend((o, attempt) for o in object_ids)
+            self._backlog.add(object_ids, attempt=attempt)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fsref-deleter-{self._journal.inc}", daemon=True)
                 self._thread.start()
-            elif self._idle or len(self._queue) >= self._section.batch_ids_max:
+            elif self._idle or self._backlog.ready >= self._section.batch_ids_max:
                 self._wake.notify_all()  # else it looks again when the batch's time is up: a wake-up per id costs more than the id
 
     def flush(self, *, deadline_s: float) -> int:
         """Waits until nothing is pending, up to ``deadline_s`` seconds. Returns what still is."""
         end = monotonic() + deadline_s
         with self._wake:
-            while (self._queue or self._retry or self._busy) and self._failure is None and monotonic() < end:
+            while (len(self._backlog) or self._busy) and self._failure is None and monotonic() < end:
                 self._wake.wait(min(0.05, max(0.0, end - monotonic())))
         return self.pending
 
@@ -95,57 +92,54 @@ class Deleter:
                     self._wake.notify_all()
                 return
 
-    def _next_batch(self) -> list[tuple[str, int]] | None:
+    def _next_batch(self) -> dict[str, int] | None:
         """Waits for ids: until the batch is full or its oldest id waited long enough. None when it is time to stop."""
         size_max, wait_s = self._section.batch_ids_max, self._section.batch_wait_s
         with self._wake:
             first = 0.0
             while True:
                 now = monotonic()
-                while self._retry and self._retry[0][0] <= now:
-                    _, _, object_id, attempt = heapq.heappop(self._retry)
-                    self._queue.appendleft((object_id, attempt))
-                if self._queue:
+                self._backlog.wake(now)
+                due = self._backlog.next_due_s
+                if self._backlog.ready:
                     first = first or now
-                    if self._stopping or len(self._queue) >= size_max or now - first >= wait_s:
+                    if self._stopping or self._backlog.ready >= size_max or now - first >= wait_s:
                         break
                     timeout: float | None = wait_s - (now - first)
-                elif self._stopping and (not self._retry or now >= self._deadline):
+                elif self._stopping and (due is None or now >= self._deadline):
                     return None
                 else:
-                    timeout = self._retry[0][0] - now if self._retry else None
+                    timeout = None if due is None else due - now
                 if self._stopping and timeout is not None:
                     timeout = min(timeout, max(0.0, self._deadline - now))
-                self._idle = timeout is None or not self._queue
+                self._idle = not self._backlog.ready
                 self._wake.wait(timeout)
                 self._idle = False
-            batch = [self._queue.popleft() for _ in range(min(size_max, len(self._queue)))]
+            batch = self._backlog.take(size_max)
             self._busy = len(batch)
             return batch
 
-    def _remove(self, batch: list[tuple[str, int]]) -> None:
+    def _remove(self, attempts: dict[str, int]) -> None:
         failpoint("deleter.before_sync")
         self._journal.sync()  # W1
         failpoint("deleter.after_sync")
         self.fence()
-        attempts = dict(batch)
         result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
         by_attempt: dict[int, list[str]] = {}
         for object_id in result.done:
             by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
         absent = set(result.absent)
         failpoint("deleter.after_delete")
-        for attempt, ids in by_attempt.items():
-            write_done(self._journal, ids, absent=[o for o in ids if o in absent], attempt=attempt)
+        for attempt, gone in by_attempt.items():
+            write_done(self._journal, gone, absent=[o for o in gone if o in absent], attempt=attempt)
         failpoint("deleter.after_done")
         now = monotonic()
+        failed: dict[int, dict[str, int]] = {}
+        for object_id in result.failed:
+            failed.setdefault(attempts[object_id], {})[object_id] = attempts[object_id] + 1
         with self._wake:
-            # One wait for all that failed at the same attempt: they are tried again in one batch.
-            waits_s = {a: back_off_s(a + 1, rng=self._rng) for a in {attempts[o] for o in result.failed}}
-            for object_id in result.failed:
-                attempt = attempts[object_id]
-                self._ties += 1
-                heapq.heappush(self._retry, (now + waits_s[attempt], self._ties, object_id, attempt + 1))
+            for attempt, ids in failed.items():  # one wait for all that failed at the same attempt: they are tried again in one batch
+                self._backlog.wait(ids, due_s=now + back_off_s(attempt + 1, rng=self._rng))
             self.done += len(result.done)
             self.absent_first += len([o for o in absent if attempts[o] == 0])
             self.retried += len(result.failed)
