@@ -10,12 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
+from fsref.errors import LedgerError
 from fsref.journal import identity
 from fsref.journal.file import journal_path
 from fsref.journal.markers import is_dead
 from fsref.journal.place import Ledger
 from fsref.journal.read import OpenJournal
-from fsref.ledger.records import Open
+from fsref.ledger.records import LINE_BYTES_MAX, Close, Open, decode_line, line_ok
 
 How = Literal["closed", "dead", "flock", "forced"]
 """How an incarnation's end is known; the word of the ``adopt`` record."""
@@ -32,6 +33,24 @@ def how_ended(ledger: Ledger, journal: OpenJournal, *, forced: Collection[str] =
     if opened is not None and _same_boot(opened) and (_lock_is_free(journal_path(ledger.folder, inc)) or _process_is_gone(opened)):
         return "flock"
     return "forced" if inc in forced else None
+
+
+def ends_with_close(ledger_dir: Path, inc: str) -> bool:
+    """Whether a journal's last line is its close record; one small read. False for a journal that cannot be read."""
+    try:
+        fd = os.open(journal_path(ledger_dir, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            at = max(0, os.fstat(fd).st_size - LINE_BYTES_MAX - 1)
+            tail = os.pread(fd, LINE_BYTES_MAX + 1, at)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    line = tail.removesuffix(b"\n").rpartition(b"\n")[2]
+    try:
+        return tail.endswith(b"\n") and line_ok(line) and isinstance(decode_line(line), Close)
+    except LedgerError:
+        return False
 
 
 def _same_boot(opened: Open) -> bool:

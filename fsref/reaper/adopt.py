@@ -58,11 +58,14 @@ def fence(ledger: Ledger, h: str, *, by: str, ended: Container[str]) -> None:
         raise Fenced(f"{h} was adopted by {owner}, which is not known to have ended")
 
 
-def fence_and_read(store: Store, ledger: Ledger, inc: str, *, by: str, run_uuid: str, force: bool = False) -> Remains:
+def fence_and_read(
+    store: Store, ledger: Ledger, inc: str, *, by: str, run_uuid: str, ended: Container[str] = (), force: bool = False
+) -> Remains:
     """Proves the end of an env incarnation, fences it, reads its journal and lists its objects completely.
 
-    Raises ``LedgerError`` if it may be alive, ``Fenced`` if another adopted it, ``JournalCorrupt``, ``StoreError`` if the listing is
-    not complete (then nothing is decided; call again).
+    ``ended``: orchestrators before this one, whose fences without a record are its own now. Raises ``LedgerError`` if it may be alive,
+    ``Fenced`` if another adopted it, ``JournalCorrupt``, ``StoreError`` if the listing is not complete (then nothing is decided; call
+    again).
     """
     check_incarnation(inc)
     if not inc.startswith("env."):
@@ -74,7 +77,7 @@ def fence_and_read(store: Store, ledger: Ledger, inc: str, *, by: str, run_uuid:
     how = how_ended(ledger, journal, forced=(inc,) if force else ())
     if how is None:
         raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
-    write_adopted(ledger, inc, by=by)
+    fence(ledger, inc, by=by, ended=ended)
     failpoint("adopt.after_fence")
     sync_journal(ledger, inc)
     reader.read_one(inc)

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fsref.config import LedgerSection
-from fsref.errors import FsrefError, LedgerError, RunBusy
+from fsref.errors import FsrefError
 from fsref.failpoints import failpoint
-from fsref.journal.death import how_ended
+from fsref.journal.death import ends_with_close
 from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
 from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
@@ -17,6 +17,7 @@ from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
 from fsref.reaper.holder import Holder
+from fsref.reaper.succession import Inheritance, is_published, succeed
 from fsref.reaper.watch import DeathWatch
 from fsref.store.base import Store
 
@@ -38,28 +39,29 @@ class ConsumerHolder(Holder):
 
     def _open(self) -> None:
         super()._open()
-        if self.role == "orc":
-            try:
-                self._check_alone()
-            except FsrefError:
-                self._give_up()
-                raise
         self._adopted: dict[str, Adopted] = {}
         self._rights = ConsumerRights(self.inc, strict=self._section.strict)
         self._count = dict.fromkeys(("taken", "taken_bytes", "dropped", "shipped", "shipped_bytes"), 0)
+        self._others = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
+        self.inherited = Inheritance()
+        """What was taken over from the orchestrators before this one."""
+        if self.role == "orc":
+            try:
+                self._succeed()
+            except FsrefError:
+                self._give_up()
+                raise
 
-    def _check_alone(self) -> None:
-        """One orchestrator at a time, and none after a crash before the run was recovered."""
-        reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
-        reader.refresh()
-        others = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("orc", "rec")}
-        hows = {inc: how_ended(self._ledger, journal) for inc, journal in others.items()}
-        merged = reader.merge()
-        left = [inc for inc in others if not merged.adopted(inc)]
-        if alive := [inc for inc in left if hows[inc] is None]:
-            raise RunBusy(f"{', '.join(alive)} may be alive: one orchestrator at a time owns the run; stop it, or use another run id")
-        if dead := [inc for inc in left if hows[inc] != "closed"]:
-            raise LedgerError(f"{', '.join(dead)} died and left rights behind: run `fsref recover` on this run first")
+    def _succeed(self) -> None:
+        """One orchestrator at a time: adopts those before this one and settles what they left (``succession``)."""
+        found = succeed(self._ledger, self._journal, run_uuid=self._run.run_uuid, visible=lambda key: is_published(self._store, key))
+        for inc in found.replicas:
+            self._rights.refuse(inc)
+        self._count["dropped"] += len(found.recovered) + len(found.orphans)
+        self._drop(found.recovered, "recovered")
+        self._drop(found.orphans, "orphan")
+        self._deleter.put(found.redo, attempt=1)
+        self.inherited = found
 
     def take(self, request_id: str, sizes: Mapping[str, int]) -> list[str]:
         """The reply to ``request_id`` was received: takes the right to its objects, given as id to bytes.
@@ -127,12 +129,20 @@ class ConsumerHolder(Holder):
             self._deleter.check()
             if inc in self._adopted:
                 return self._adopted[inc]
-        remains = fence_and_read(self._store, self._ledger, inc, by=self.inc, run_uuid=self._run.run_uuid, force=force)
+        remains = fence_and_read(
+            self._store,
+            self._ledger,
+            inc,
+            by=self.inc,
+            run_uuid=self._run.run_uuid,
+            ended=self.inherited.ended,
+            force=force,
+        )
+        elsewhere = self._taken_by_others(inc)
         fold = remains.journal.fold
         dropped = fold.drops.get(inc, {})
         with self._lock:
-            taken = self._rights.took(inc)
-            found = settle(fold, remains.view.present.get(inc, ()), dropped=dropped, spoken_for=taken)
+            found = settle(fold, remains.view.present.get(inc, ()), dropped=dropped, spoken_for=elsewhere.union(self._rights.took(inc)))
             self._rights.refuse(inc)
             self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
             failpoint("adopt.after_append")
@@ -150,18 +160,33 @@ class ConsumerHolder(Holder):
         failpoint("adopt.after_staging")
         return self._adopted[inc]
 
-    def dead_incarnations(self) -> list[str]:
-        """Env incarnations with a ``.dead`` marker that nobody else adopted: what ``adopt`` should be called for, after draining.
+    def _taken_by_others(self, inc: str) -> set[int]:
+        """What an orchestrator before this one, or an eval process, took of a producer: theirs, or of a step."""
+        taken: set[int] = set()
+        for path in self._ledger.folder.glob("*.jnl"):
+            if path.stem != self.inc and path.name.startswith(("orc.", "evl.")):
+                found = self._others.read_one(path.stem)
+                taken.update(found.fold.taken.get(inc, ()) if found else ())
+        return taken
 
-        An orchestrator does that by itself (``ledger.adopt_poll_s``).
+    def dead_incarnations(self) -> list[str]:
+        """Env incarnations that ended and that nobody else adopted: what ``adopt`` should be called for, after draining.
+
+        Ended is who has a ``.dead`` marker or wrote a close record (its replica stopped, or rotated for a new orchestrator). An
+        orchestrator adopts them by itself (``ledger.adopt_poll_s``).
         """
         names = {path.name for path in self._ledger.folder.iterdir()}
-        found = (name.removesuffix(".dead") for name in names if name.startswith("env.") and name.endswith(".dead"))
-        return sorted(inc for inc in found if f"{inc}.jnl" in names and inc not in self._adopted and self._may_adopt(inc, names))
+        journals = [name.removesuffix(".jnl") for name in names if name.startswith("env.") and name.endswith(".jnl")]
+        left = [inc for inc in journals if inc not in self._adopted and self._may_adopt(inc, names)]
+        return sorted(inc for inc in left if f"{inc}.dead" in names or ends_with_close(self._ledger.folder, inc))
 
     def _may_adopt(self, inc: str, names: set[str]) -> bool:
-        """No fence, or our own: then an earlier attempt stopped behind it."""
-        return f"{inc}.adopted" not in names or read_adopted(self._ledger, inc) == self.inc
+        """No fence, or our own: then an earlier attempt stopped behind it. One of an orchestrator before us died with its attempt, unless
+        its adoption is recorded, which came to us with its rights."""
+        if f"{inc}.adopted" not in names:
+            return True
+        owner = read_adopted(self._ledger, inc)
+        return owner == self.inc or (owner in self.inherited.ended and inc not in self.inherited.settled)
 
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""

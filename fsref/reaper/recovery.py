@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsref.config import LedgerSection
-from fsref.errors import BadRef, JournalCorrupt, ObjectMissing, RunBusy
+from fsref.errors import BadRef, JournalCorrupt, RunBusy
 from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
@@ -20,7 +20,7 @@ from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
-from fsref.ledger.merge import RunFold, StepKey
+from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import StoreView
 from fsref.ledger.recovery import RecoveryPlan, adopt_records, plan_recovery
 from fsref.ledger.report import Audit, Verdict
@@ -29,8 +29,8 @@ from fsref.reaper.auditing import audit
 from fsref.reaper.delete import delete_objects
 from fsref.reaper.deleter import write_done, write_drop
 from fsref.reaper.listing import list_objects
+from fsref.reaper.succession import is_published
 from fsref.refs import object_name
-from fsref.steps import read_info
 from fsref.store.base import Store, check_name
 
 DELETE_DEADLINE_S = 120.0
@@ -100,7 +100,7 @@ def recover(
             release_lock(ledger, inc)
             raise
         failpoint("recover.after_look")
-        published = {key for key in scene.run.ships if replay == "keep" and _published(store, key)}
+        published = {key for key in scene.run.ships if replay == "keep" and is_published(store, key)}
         sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
         plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
         _record(journal, ledger, scene, plan)
@@ -216,11 +216,3 @@ def _legal(name: str) -> bool:
     except BadRef:
         return False
     return True
-
-
-def _published(store: Store, key: StepKey) -> bool:
-    try:
-        info = read_info(store, key[0])
-    except ObjectMissing:
-        return False
-    return (info.step, info.n, info.sum) == key

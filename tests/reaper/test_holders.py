@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsref.errors import DoubleDrop, Fenced, JournalPoisoned, LedgerError, NotHolder, RunBusy, StepReleased
+from fsref.errors import DoubleDrop, Fenced, JournalPoisoned, NotHolder, RunBusy, StepReleased
 from fsref.journal.file import journal_path
 from fsref.journal.markers import write_adopted
 from fsref.ledger.records import Drop, Keep, Ship, Take, decode_line
@@ -262,12 +262,6 @@ def test_a_second_orchestrator_of_a_live_run_is_refused(stage: Stage) -> None:
         stage.orc("evl").close()
     stage.orc().close()
     assert stage.audit().violations == ()
-
-
-def test_an_orchestrator_after_a_crash_asks_for_recovery(stage: Stage) -> None:
-    stage.kill(stage.orc())
-    with pytest.raises(LedgerError, match="fsref recover"):
-        stage.orc()
 
 
 def test_a_second_trainer_of_a_live_run_is_refused(stage: Stage) -> None:
