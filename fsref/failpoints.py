@@ -65,6 +65,8 @@ POINTS: Final[dict[str, str]] = {
     "ship.after_sync": "the ship is durable (after W2), no step file",
     "steps.before_info": "the rank files are there, STEP.json is not",
     "steps.after_info": "the step can be seen",
+    "succession.after_fence": "a new orchestrator has fenced one before it, no adopt",
+    "succession.after_append": "a new orchestrator has adopted those before it, no drop",
     "adopt.after_fence": "an orchestrator's adoption: the fence is up",
     "adopt.after_list": "an orchestrator's adoption: journal read, objects listed, nothing recorded",
     "adopt.after_append": "an orchestrator's adoption: adopt is appended, no drop",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from fsref.errors import LedgerError, ObjectMissing, RunBusy
+from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, now_ms, sync_journal
 from fsref.journal.place import Ledger
@@ -74,10 +75,12 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
         return Inheritance(ended=ended, settled=settled)
     for inc in left:  # they have ended: what was read of them above is all that there is
         fence(ledger, inc, by=journal.inc, ended=ended)
+        failpoint("succession.after_fence")
         sync_journal(ledger, inc)
     for inc in left:
         for record in adopt_records(inc, how=str(hows[inc]), end=ends[inc], settlement=None, ms=now_ms()):
             journal.append(record)
+    failpoint("succession.after_append")
     mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))
     replicas = frozenset(inc for inc in mine if inc.startswith("env."))
     return Inheritance(
