@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from fsref import config, refs
+from fsref import config
+from fsref.refs import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "configuration.md"
@@ -33,7 +34,7 @@ This page is made by `tools/config_docs.py` from `fsref/config.py`.
 def docstrings() -> dict[tuple[str, str], str]:
     """The string under each field, by class and field name."""
     out: dict[tuple[str, str], str] = {}
-    for module in (config, refs):
+    for module in (config, schema):
         assert module.__file__ is not None
         for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
