@@ -20,6 +20,11 @@ blosc.use_threads = False
 CRC_BYTES: Final = 4
 _BLOSC_HEADER: Final = struct.Struct("<4BIII")
 _CNAMES: Final = {"lz4": b"lz4", "zstd": b"zstd", "blosclz": b"blosclz"}
+_FORMATS: Final = {"blosclz": 0, "lz4": 1, "zstd": 4}
+"""Bits 5 to 7 of a Blosc header's flags: which decoder runs. A header that names another one than the schema never reaches it."""
+_BLOSC_VERSION: Final = 2
+_OVERHEAD_BYTES: Final = 64
+"""What packing adds at most to data that does not compress: Blosc's header and the crc."""
 
 
 def encode_chunk(chunk: NDArray[Any], codec: Codec) -> tuple[bytes | NDArray[np.uint8], bytes]:
@@ -48,18 +53,29 @@ def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec, *, 
             raise ObjectCorrupt(f"a chunk has {size} bytes, {out.nbytes} expected")
         out.reshape(-1).view(np.uint8)[:] = packed
         return
-    check_blosc_header(packed, out.nbytes)
+    check_blosc_header(packed, out.nbytes, codec)
     try:
         blosc.decompress(packed, out)
     except (RuntimeError, ValueError) as e:
         raise ObjectCorrupt(f"a chunk of {size} bytes does not decode: {e}") from e
 
 
-def check_blosc_header(packed: NDArray[np.uint8], nbytes: int) -> None:
-    """Raises ``ObjectCorrupt`` unless the header names exactly ``nbytes`` decoded bytes and the packed length, with sane block size."""
+def stored_bytes_max(nbytes: int) -> int:
+    """How many bytes a chunk of ``nbytes`` decoded bytes can take in a file; more is no chunk of this format."""
+    return nbytes + _OVERHEAD_BYTES
+
+
+def check_blosc_header(packed: NDArray[np.uint8], nbytes: int, codec: Codec) -> None:
+    """Raises ``ObjectCorrupt`` unless the header names exactly ``nbytes`` decoded bytes and the packed length, with sane block size, and
+    the schema's own compressor.
+    """
     if len(packed) < _BLOSC_HEADER.size:
         raise ObjectCorrupt(f"a Blosc chunk has {len(packed)} bytes, less than its header")
-    _, _, _, typesize, found, blocksize, packed_size = _BLOSC_HEADER.unpack_from(packed)
+    version, _, flags, typesize, found, blocksize, packed_size = _BLOSC_HEADER.unpack_from(packed)
+    if version != _BLOSC_VERSION or flags >> 5 != _FORMATS[codec.name]:
+        raise ObjectCorrupt(
+            f"a Blosc header of version {version} names compressor {flags >> 5}; {_FORMATS[codec.name]} ({codec.name}) expected"
+        )
     if found != nbytes or packed_size != len(packed) or typesize == 0 or not 0 < blocksize <= max(nbytes, 1):
         raise ObjectCorrupt(
             f"a Blosc header names {found} bytes in {packed_size} (blocks of {blocksize}, items of {typesize}); "

@@ -37,6 +37,8 @@ class EncodedObject:
 def encode(payload: Payload, schema: Schema, *, bytes_max: int = BYTES_OBJECT_MAX) -> EncodedObject:
     """Encodes a payload that ``Payload.checked`` has normalised. Raises ``PayloadError`` if the object would exceed ``bytes_max``."""
     layout = _layout(payload, schema)
+    if excess := layout.excess:
+        raise PayloadError(f"a payload of {payload.token_count} tokens has {excess}")
     zip_ = ZipWriter()
     sizes = []
     for chunk in layout.chunks:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from fsref.plan.layout import Array, Layout
 from fsref.refs import Codec, Schema, TokenRange
@@ -21,7 +22,7 @@ def codec_chain(array: Array, codec: Codec) -> list[dict[str, Any]]:
     """The Zarr v3 codecs of an array's chunks."""
     chain: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if codec.name != "none":
-        itemsize = array.chunk_nbytes // max(1, _product(array.chunk_shape))
+        itemsize = np.dtype(array.dtype).itemsize
         chain.append(
             {
                 "name": "blosc",
@@ -57,12 +58,18 @@ def documents(
         "stats": {name: {"rows": rows, "values": values} for name, (rows, values) in stats.items()},
     }
     out = [("zarr.json", {**_GROUP, "attributes": {"fsref": attributes}})]
-    out += [(f"{f.name}/zarr.json", {**_GROUP, "attributes": {}}) for f in layout.schema.fields if f.ragged and f.name in layout.present]
-    out += [(f"{a.path}/zarr.json", _array(a, layout.schema)) for a in layout.arrays]
+    out += [(f"{f.name}/zarr.json", group_document()) for f in layout.schema.fields if f.ragged and f.name in layout.present]
+    out += [(f"{a.path}/zarr.json", array_document(a, layout.schema)) for a in layout.arrays]
     return [(name, json.dumps(doc, separators=(",", ":")).encode()) for name, doc in out]
 
 
-def _array(array: Array, schema: Schema) -> dict[str, Any]:
+def group_document() -> dict[str, Any]:
+    """The ``zarr.json`` of a ragged field's group."""
+    return {**_GROUP, "attributes": {}}
+
+
+def array_document(array: Array, schema: Schema) -> dict[str, Any]:
+    """The ``zarr.json`` of an array; a reader accepts no other one for it, whatever dtype, shape or codec it names."""
     if array.dtype == "bool":
         fill: Any = False
     else:
@@ -78,10 +85,3 @@ def _array(array: Array, schema: Schema) -> dict[str, Any]:
         "codecs": codec_chain(array, schema.codec),
         "attributes": {"logical_dtype": array.field.logical_dtype} if array.field.logical_dtype else {},
     }
-
-
-def _product(shape: Sequence[int]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from fsref.errors import ObjectCorrupt
+from fsref.plan.layout import ENTRIES_MAX
 from fsref.store import Buffer
 
-ENTRIES_MAX: Final = 4096
 DIRECTORY_BYTES_MAX: Final = 1 << 20
 _LOCAL: Final = struct.Struct("<I5H3I2H")
 _CENTRAL: Final = struct.Struct("<I6H3I5H2I")
@@ -32,6 +32,8 @@ class ZipEntry(NamedTuple):
     """Of its data, behind the local header."""
     size: int
     crc: int
+    header: bytes
+    """The local header that must stand right before the data: a tool that believes it instead of the directory sees the same bytes."""
 
 
 class ZipWriter:
@@ -85,11 +87,11 @@ def read_directory(directory: bytes, *, entries: int, offset: int) -> list[ZipEn
     for _ in range(entries):
         if at + _CENTRAL.size > len(directory):
             raise ObjectCorrupt("the ZIP directory is cut off")
-        magic, _, _, flags, method, _, _, crc, packed, size, name_size, extra, comment, disk, _, _, local = _CENTRAL.unpack_from(
-            directory, at
-        )
+        fields = _CENTRAL.unpack_from(directory, at)
+        magic, _, version, flags, method, clock, date, crc, packed, size, name_size, extra, comment, disk, _, _, local = fields
         at += _CENTRAL.size
-        name = directory[at : at + name_size].decode("ascii", "replace")
+        raw = directory[at : at + name_size]
+        name = raw.decode("ascii", "replace")
         at += name_size
         if magic != _CENTRAL_MAGIC or flags or method or extra or comment or disk or packed != size:
             raise ObjectCorrupt(f"ZIP entry {name[:80]!r} is not a plain stored entry")
@@ -99,7 +101,8 @@ def read_directory(directory: bytes, *, entries: int, offset: int) -> list[ZipEn
             raise ObjectCorrupt(f"ZIP entry {name!r} starts at {local}, {expected} expected: entries overlap or leave holes")
         data = local + _LOCAL.size + name_size
         expected = data + size
-        out.append(ZipEntry(name, data, size, crc))
+        header = _LOCAL.pack(_LOCAL_MAGIC, version, 0, 0, clock, date, crc, size, size, name_size, 0) + raw
+        out.append(ZipEntry(name, data, size, crc, header))
     if at != len(directory) or expected != offset or len({e.name for e in out}) != len(out):
         raise ObjectCorrupt("the ZIP directory does not describe the file: trailing bytes, holes or a name twice")
     return out

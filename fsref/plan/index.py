@@ -13,10 +13,9 @@ from typing import Final
 
 from fsref.errors import BadRef
 from fsref.plan.layout import Layout, offsets
-from fsref.refs import BYTES_OBJECT_MAX, TOKENS_MAX, PayloadRef, Schema, Segment, TokenRange
+from fsref.refs import TOKENS_MAX, PayloadRef, Schema, Segment, TokenRange
 
 _VARINT_BYTES_MAX: Final = 7
-CHUNKS_MAX: Final = 4096
 
 
 def encode_index(layout: Layout, sizes: Sequence[int]) -> bytes:
@@ -78,22 +77,11 @@ def _decode_layout(segment: Segment, schema: Schema) -> tuple[Layout, int]:
             n, at = _get(data, at)
             total += n
             values.append(total)
-        if total * min(4, len(field.columns)) > BYTES_OBJECT_MAX:
-            raise BadRef(f"{segment.object_id}: field {field.name!r} cannot hold {total} values")
         sums[field.name] = values
     layout = Layout(schema, present, tokens, sums)
-    chunks = sum(_chunk_count(layout, n) for n in range(len(layout.arrays)))
-    if chunks > CHUNKS_MAX:
-        raise BadRef(f"{segment.object_id}: {chunks} chunks, at most {CHUNKS_MAX} are allowed")
+    if excess := layout.excess:
+        raise BadRef(f"{segment.object_id}: the chunk index names {excess}")
     return layout, at
-
-
-def _chunk_count(layout: Layout, number: int) -> int:
-    array = layout.arrays[number]
-    count = 1
-    for length, step in zip(array.shape, array.chunk_shape, strict=True):
-        count *= -(-length // step)
-    return count
 
 
 def stored_tokens(segment: Segment) -> int:

@@ -6,6 +6,7 @@ Every offset follows from the sizes alone: chunks are written back to back from 
 ``30 + len(name)`` bytes, metadata comes last. That is why a reference needs sizes and value sums, and no offsets.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fsref.refs import Field, Schema, TokenRange
+from fsref.refs import BYTES_CHUNK_MAX, BYTES_OBJECT_MAX, Field, Schema, TokenRange
 
 ZIP_HEADER_BYTES: Final = 30
 CHUNK_TOKENS_MIN: Final = 2048
 RANGES_TARGET: Final = 16
+ENTRIES_MAX: Final = 4096
+"""Entries of an object: chunks and metadata documents."""
 
 
 def chunk_tokens(token_count: int) -> int:
@@ -43,7 +46,16 @@ class Array(NamedTuple):
     @property
     def chunk_nbytes(self) -> int:
         """Decoded bytes of every chunk; edge chunks are padded to the full shape, as Zarr has it."""
-        return int(np.prod(self.chunk_shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.chunk_shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of all rows."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def chunk_count(self) -> int:
+        return math.prod(-(-length // step) for length, step in zip(self.shape, self.chunk_shape, strict=True))
 
 
 class Chunk(NamedTuple):
@@ -106,6 +118,24 @@ class Layout:
             for chunk in place(number, array):
                 by_range[chunk.range_index].append(chunk)
         return tuple(c for chunks in by_range for c in chunks)
+
+    @property
+    def entry_count(self) -> int:
+        """Chunks and metadata documents, counted without naming them."""
+        return 1 + sum(f.ragged for f in self._fields) + sum(1 + a.chunk_count for a in self.arrays)
+
+    @property
+    def excess(self) -> str:
+        """Which limit of the format the layout breaks; empty if none. Ask before ``chunks``: a hostile layout may have billions."""
+        if self.entry_count > ENTRIES_MAX:
+            return f"{self.entry_count} entries, at most {ENTRIES_MAX} are allowed"
+        for a in self.arrays:
+            if a.chunk_nbytes > BYTES_CHUNK_MAX or a.nbytes > BYTES_OBJECT_MAX:
+                return (
+                    f"array {a.path} of {a.nbytes} bytes in chunks of {a.chunk_nbytes}; "
+                    f"{BYTES_OBJECT_MAX} in chunks of {BYTES_CHUNK_MAX} are allowed"
+                )
+        return ""
 
     def tokens_of(self, range_index: int) -> TokenRange:
         """The tokens of one range."""

@@ -8,6 +8,7 @@ Shape letters: T tokens, L layers, K experts per token, N values of a ragged fie
 """
 
 from fsref.refs.names import (
+    BYTES_CHUNK_MAX,
     BYTES_OBJECT_MAX,
     BYTES_REF_MAX,
     INCARNATION_PATTERN,
@@ -43,6 +44,7 @@ from fsref.refs.schema import (
 
 __all__ = [
     "Alignment",
+    "BYTES_CHUNK_MAX",
     "BYTES_OBJECT_MAX",
     "BYTES_REF_MAX",
     "Codec",

@@ -22,6 +22,8 @@ _OBJECT: Final = re.compile(OBJECT_PATTERN, re.ASCII)
 TOKENS_MAX: Final = 1 << 27
 BYTES_REF_MAX: Final = 64 << 10
 BYTES_OBJECT_MAX: Final = (1 << 32) - 1
+BYTES_CHUNK_MAX: Final = 1 << 30
+"""Decoded bytes of one chunk, which is what a reader allocates at once."""
 SEGMENTS_MAX: Final = 4096
 SEQ_MAX: Final = 9_999_999_999
 

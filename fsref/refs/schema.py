@@ -2,6 +2,7 @@
 
 import enum
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -98,7 +99,7 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     @property
     def row_nbytes(self) -> int:
         """Bytes of one dense row."""
-        return int(np.prod(self.row_shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
 
 def expert_dtype(expert_count: int) -> str:
