@@ -144,7 +144,7 @@ def _action(word: str, value: str) -> Callable[[], None]:
     if word == "exit":
         return lambda: os._exit(70)
     if word == "pause":
-        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        return lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to this thread: it goes no step further
     if word == "sleep":
         seconds = float(value)
         return lambda: time.sleep(seconds)

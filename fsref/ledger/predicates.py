@@ -5,6 +5,7 @@ while journals are missing or still being written: see ``Evidence.complete`` and
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,6 +13,8 @@ from typing import Final
 from fsref.ledger.fold import JournalFold
 from fsref.ledger.ids import sum_of
 from fsref.ledger.merge import DropFact, Place, RunFold
+
+_STAGED: Final = re.compile(r"[0-9]{10}\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class StoreView:
     """Names of staging files."""
     foreign: tuple[str, ...] = ()
     """Names that no fsref process gives."""
+
+    def staged(self, inc: str) -> list[int]:
+        """The numbers of a producer whose write was cut off: their staging files are there."""
+        names = (name.removeprefix(f"obj/{inc}/.") for name in self.staging if name.startswith(f"obj/{inc}/."))
+        return [int(name[:10]) for name in names if _STAGED.fullmatch(name)]
 
 
 @dataclass(frozen=True)

@@ -40,19 +40,25 @@ class Settlement:
 
 
 def settle(
-    fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken_for: Numbers, sealed_extra: Container[int] | None = None
+    fold: JournalFold,
+    listed: Iterable[int],
+    *,
+    dropped: Numbers,
+    spoken_for: Numbers,
+    staged: Iterable[int] = (),
+    sealed_extra: Container[int] | None = None,
 ) -> Settlement:
     """Decides about every number of a producer that has ended.
 
     ``listed`` are the numbers that a complete listing showed, ``dropped`` those that someone dropped, ``spoken_for`` those whose right
-    somebody else holds (taken, or parked in a step). ``sealed_extra``: what an earlier adoption found without a keep; nothing else
-    can have come since.
+    somebody else holds (taken, or parked in a step). ``staged``: numbers whose write was cut off. ``sealed_extra``: what an earlier
+    adoption found without a keep; nothing else can have come since.
     """
     ceiling = max(fold.kept, default=-1) + 1 + SEQ_AHEAD_MAX
     unexpected = {s for s in listed if s >= ceiling or (sealed_extra is not None and s not in fold.kept and s not in sealed_extra)}
     present = set(listed) - unexpected
     extra = sorted(s for s in present if s not in fold.kept)
-    n = max(max(fold.kept, default=-1), max(extra, default=-1)) + 1
+    n = max(max(fold.kept, default=-1), max(extra, default=-1), max((s for s in staged if s < ceiling), default=-1)) + 1
     if fold.close is not None and fold.close.n is not None:
         n = max(n, fold.close.n)
     free = [s for s in fold.kept if s not in dropped and s not in spoken_for]
@@ -133,6 +139,7 @@ def plan_recovery(
             view.present.get(inc, ()),
             dropped=run.drops.get(inc, {}),
             spoken_for=parked.get(inc, set()),
+            staged=view.staged(inc),
             sealed_extra=run.extra.get(inc, set()) if inc in sealed else None,
         )
         if inc not in sealed:

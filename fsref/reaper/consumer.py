@@ -142,7 +142,8 @@ class ConsumerHolder(Holder):
         fold = remains.journal.fold
         dropped = fold.drops.get(inc, {})
         with self._lock:
-            found = settle(fold, remains.view.present.get(inc, ()), dropped=dropped, spoken_for=elsewhere.union(self._rights.took(inc)))
+            view, spoken_for = remains.view, elsewhere.union(self._rights.took(inc))
+            found = settle(fold, view.present.get(inc, ()), dropped=dropped, spoken_for=spoken_for, staged=view.staged(inc))
             self._rights.refuse(inc)
             self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
             failpoint("adopt.after_append")
@@ -204,7 +205,7 @@ class ConsumerHolder(Holder):
             if self._closed:
                 return 0
             self._closed = True
-            if discard and not self._journal.poisoned:
+            if discard and not self._journal.poisoned and not self._fenced():
                 ids = self._rights.drop(list(self._rights.held))
                 self._count["dropped"] += len(ids)
                 self._drop(ids, "eval" if self.role == "evl" else "shutdown")

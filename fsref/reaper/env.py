@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
-from fsref.errors import Fenced, StoreError
+from fsref.errors import StoreError
 from fsref.failpoints import failpoint
 from fsref.journal.file import now_ms
 from fsref.ledger import records
@@ -115,13 +115,6 @@ class EnvHolder(Holder):
             return self._finish(
                 deadline_s=deadline_s, n=self._rights.minted if fits else None, void=void if fits else "", counters=self.counters
             )
-
-    def _fenced(self) -> bool:
-        try:
-            self._deleter.check()
-        except Fenced:
-            return True
-        return False
 
     @property
     def counters(self) -> dict[str, int]:

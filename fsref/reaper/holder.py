@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from fsref.config import LedgerSection
-from fsref.errors import StoreError
+from fsref.errors import Fenced, JournalPoisoned, StoreError
 from fsref.failpoints import failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
@@ -68,6 +68,7 @@ class Holder:
         pending = self._deleter.close(deadline_s=deadline_s)
         try:
             self._deleter.check()
+            self._deleter.fence()
             failpoint("close.before_append")
             self._journal.append(records.Close(now_ms(), n=n, void=void, counters={k: v for k, v in counters.items() if v}))
             self._journal.sync()
@@ -75,6 +76,17 @@ class Holder:
         finally:
             self._journal.close()
         return pending
+
+    def _fenced(self) -> bool:
+        """Whether another process adopted this incarnation: then it decides nothing more, not even at its end."""
+        try:
+            self._deleter.check()
+            self._deleter.fence()
+        except Fenced:
+            return True
+        except JournalPoisoned:
+            return False
+        return False
 
     def _give_up(self) -> None:
         """The start failed after the journal was opened: closes it, so that nobody takes this incarnation for a live one."""
