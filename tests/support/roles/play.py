@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsref.journal import create_run, write_dead
+from fsref.journal.place import Ledger
 from fsref.reaper import Audit, Recovery, Verdict, audit, close_run, recover
 from fsref.store import open_root
 from tests.support.roles import actors
@@ -103,6 +104,7 @@ class Play:
         self.zygote, self.root, self.name = zygote, root, run
         self.store = open_root(str(root), run=run, create=True)
         self.ledger = root / run / "ledger"
+        self.place = Ledger(self.ledger)
         self.run = create_run(self.store, run, SCHEMA)
         self.children: list[Child] = []
         self._requests = 0
@@ -183,7 +185,7 @@ class Play:
     def dead(self, child: Child) -> None:
         """What the launcher does when it has reaped a process."""
         assert child.code is not None
-        write_dead(self.ledger, child.inc, by="launcher", why="waitpid")
+        write_dead(self.place, child.inc, by="launcher", why="waitpid")
 
     def audit(self) -> Audit:
         return audit(self.store, self.ledger, run=self.name, run_uuid=self.run.run_uuid)
