@@ -57,9 +57,10 @@ class ConsumerHolder(Holder):
         found = succeed(self._ledger, self._journal, run_uuid=self._run.run_uuid, visible=lambda key: is_published(self._store, key))
         for inc in found.replicas:
             self._rights.refuse(inc)
-        self._count["dropped"] += len(found.recovered) + len(found.orphans)
+        self._count["dropped"] += len(found.recovered) + len(found.orphans) + len(found.unjournaled)
         self._drop(found.recovered, "recovered")
         self._drop(found.orphans, "orphan")
+        self._drop(found.unjournaled, "unjournaled")
         self._deleter.put(found.redo, attempt=1)
         self.inherited = found
 

@@ -10,7 +10,7 @@ What an orchestrator leaves, and what becomes of it:
 - taken, neither dropped nor shipped: ``recovered``;
 - shipped, and the step file never became visible: ``recovered``, because no trainer will ever ask for it;
 - shipped, and visible (or taken by a trainer): the step's. It is left alone;
-- a dead replica that it had adopted, with orphans not dropped yet: ``orphan``.
+- a dead replica that it had adopted, with orphans not dropped yet: ``orphan``, or ``unjournaled`` where it had no keep.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -47,6 +47,7 @@ class Inheritance:
     redo: tuple[str, ...] = ()
     recovered: tuple[str, ...] = ()
     orphans: tuple[str, ...] = ()
+    unjournaled: tuple[str, ...] = ()
 
 
 def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callable[[StepKey], bool]) -> Inheritance:
@@ -90,7 +91,8 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
         settled=settled,
         redo=tuple(f"{inc}/{seq}" for inc, seq in merged.pending() if merged.drops[inc][seq].journal in mine),
         recovered=tuple(_unshipped(merged, mine, visible)),
-        orphans=tuple(_orphans(merged, replicas)),
+        orphans=tuple(_nobodys(merged, replicas, kept=True)),
+        unjournaled=tuple(_nobodys(merged, replicas, kept=False)),
     )
 
 
@@ -117,15 +119,15 @@ def _unshipped(merged: RunFold, mine: Collection[str], visible: Callable[[StepKe
                 yield f"{inc}/{seq}"
 
 
-def _orphans(merged: RunFold, replicas: Collection[str]) -> Iterator[str]:
-    """Of dead replicas whose adopter died before it had dropped them all."""
+def _nobodys(merged: RunFold, replicas: Collection[str], *, kept: bool) -> Iterator[str]:
+    """Of dead replicas whose adopter died before it had dropped them all: what has a keep, or what was found without one."""
     taken: dict[str, set[int]] = {}
     for inc, seqs in _taken(merged, [j for j in merged.journals if j.startswith(("orc.", "evl."))]):
         taken.setdefault(inc, set()).update(seqs)
     for inc in sorted(replicas):
         fold, drops = merged.journals[inc], merged.drops.get(inc, {})
         spoken_for, lost = taken.get(inc, set()), merged.lost.get(inc, set())
-        for seq in sorted({*fold.kept, *merged.extra.get(inc, ())}):
+        for seq in sorted(fold.kept if kept else merged.extra.get(inc, set()).difference(fold.kept)):
             if seq not in drops and seq not in spoken_for and seq not in lost:
                 yield f"{inc}/{seq}"
 

@@ -292,8 +292,12 @@ class Trainer(Actor):
             self.holder.done_steps(lo, hi, absent)
         return failed
 
-    def counters(self) -> dict[str, int]:
-        return dict(self.holder.counters)
+    def checkpoint_and_commit(self, step: int) -> int:
+        self.checkpoint(step)
+        return self.commit(step, step)
+
+    def drop_again(self, lo: int, hi: int) -> int:
+        return self.holder.drop_steps(lo, hi)  # type: ignore[no-any-return]
 
 
 class Recoverer(Actor):

@@ -12,6 +12,7 @@ from typing import Any
 from fsref.journal import create_run, write_dead
 from fsref.journal.place import Ledger
 from fsref.reaper import Audit, Recovery, Verdict, audit, close_run, recover
+from fsref.refs import object_name
 from fsref.store import open_root
 from tests.support.roles import actors
 from tests.support.roles.actors import SCHEMA, digest_of_sample
@@ -193,6 +194,10 @@ class Play:
     def objects(self) -> list[str]:
         """Every file under obj/, by hand."""
         return sorted(str(p.relative_to(self.root / self.name)) for p in (self.root / self.name / "obj").rglob("*") if p.is_file())
+
+    def remove_by_hand(self, object_id: str) -> None:
+        """What an outsider does."""
+        (self.root / self.name / object_name(object_id)).unlink()
 
     def recover(self, resume_step: int | None, **how: Any) -> Recovery:
         return recover(self.store, self.ledger, run=self.run, resume_step=resume_step, **how)
