@@ -5,6 +5,7 @@ failed append or sync the file's tail is unknown, so nothing more is written and
 Refuses to write after a fork; the child opens its own journal.
 """
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from fsref import __version__
-from fsref.errors import JournalPoisoned, LedgerError, ObjectExists, StoreDenied, StoreError, StoreFull
+from fsref.errors import JournalPoisoned, LedgerError, StoreDenied, StoreError, StoreFull
 from fsref.failpoints import failpoint
 from fsref.journal import identity
 from fsref.journal.place import Ledger
@@ -24,15 +25,13 @@ from fsref.ledger import records
 from fsref.ledger.ids import pack_known, pack_parts
 from fsref.ledger.records import AnyRecord, encode_line
 from fsref.refs import check_incarnation
+from fsref.store.posix import raise_mapped, rename_known, share
 
 FILE_MODE: Final = 0o640
-FOLDER_MODE: Final = 0o2770
 SMALL_SET_MAX: Final = 256
 """So few ids fit one line whatever their producers are."""
 BYTES_PART_MAX: Final = 30_000
 """Of a piece of a set that is split; ``done`` may carry a second set of that size."""
-_FULL: Final = frozenset({28, 27, 122})  # ENOSPC, EFBIG, EDQUOT
-_DENIED: Final = frozenset({1, 13, 30, 40})  # EPERM, EACCES, EROFS, ELOOP
 _open_journals: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
 
@@ -48,23 +47,26 @@ def journal_path(ledger_dir: Path, inc: str) -> Path:
 def make_folder(ledger_dir: Path) -> None:
     """Creates the ledger's folder (2770) if it is not there; a symlink in its place is refused."""
     try:
-        ledger_dir.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if ledger_dir.is_symlink():
             raise StoreDenied(f"{ledger_dir} is a symbolic link; the ledger must be a real folder")
+        if ledger_dir.is_dir():
+            return
+        ledger_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(ledger_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            share(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
         raise as_store_error(e, f"cannot create the ledger folder {ledger_dir}") from e
 
 
 def as_store_error(error: OSError, doing: str) -> StoreError:
-    """An ``OSError`` of the ledger's folder as the nearest class of ours; the errno stays in the text."""
-    if isinstance(error, StoreError):
-        return error
-    text = f"{doing}: {error.strerror or error}"
-    if isinstance(error, FileExistsError):
-        return ObjectExists(text)
-    if error.errno in _FULL:
-        return StoreFull(text)
-    return StoreDenied(text) if error.errno in _DENIED else StoreError(text)
+    """An ``OSError`` of the ledger's folder as the nearest class of ours, as the store maps it."""
+    try:
+        raise_mapped(error, doing)
+    except StoreError as mapped:
+        return mapped
 
 
 def sync_folder(folder: Path) -> None:
@@ -105,24 +107,39 @@ class Journal:
         opened = records.Open(
             now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
         )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(staging, flags, FILE_MODE)
+        except OSError as e:
+            raise as_store_error(e, f"cannot create the journal {self.path}") from e
+        try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             _open_journals.add(self)
             self.append(opened)
             self.sync()
             failpoint("journal.open.before")
-            staging.rename(self.path)  # a journal that can be seen is locked and names its process
-            sync_folder(ledger.folder)
+            self._name(staging)  # a journal that can be seen is locked and names its process
             failpoint("journal.open.after")
-        except OSError as e:
+        except (OSError, JournalPoisoned) as e:
             self._close_fd()
-            raise as_store_error(e, f"cannot create the journal {self.path}") from e
-        except JournalPoisoned as e:
-            self._close_fd()
-            staging.unlink(missing_ok=True)
-            raise StoreError(str(e)) from e
+            with contextlib.suppress(OSError):
+                staging.unlink()
+            raise self._not_created(e) from e
+
+    def _name(self, staging: Path) -> None:
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            rename_known(staging.name, self.path.name, os.fstat(self._fd), dir_fd=folder)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _not_created(self, error: OSError | JournalPoisoned) -> StoreError:
+        asked = f"cannot create the journal {self.path}"
+        if isinstance(error, OSError):
+            return as_store_error(error, asked)
+        cause = error.__cause__
+        return as_store_error(cause, asked) if isinstance(cause, OSError) else StoreFull(f"{asked}: {error}")
 
     @property
     def poisoned(self) -> bool:

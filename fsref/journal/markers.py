@@ -3,6 +3,8 @@
 Owns their exclusive creation and bounded reading. Refuses to delete a fence: ``.adopted`` stays for ever.
 """
 
+import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -68,13 +70,23 @@ def read_adopted(ledger: Ledger, inc: str) -> str | None:
 
 
 def is_adopted(ledger: Ledger, inc: str) -> bool:
-    """One stat: whether the fence of ``inc`` is up."""
-    return os.path.lexists(adopted_path(ledger.folder, inc))
+    """One stat: whether the fence of ``inc`` is up. Raises ``StoreError`` if that cannot be known: it is no proof that there is none."""
+    return _is_there(adopted_path(ledger.folder, inc))
 
 
 def is_dead(ledger: Ledger, inc: str) -> bool:
-    """Whether a ``.dead`` marker is there."""
-    return os.path.lexists(dead_path(ledger.folder, inc))
+    """Whether a ``.dead`` marker is there. Raises ``StoreError`` if that cannot be known."""
+    return _is_there(dead_path(ledger.folder, inc))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        raise as_store_error(e, f"cannot look for {path}") from e
+    return True
 
 
 def acquire_lock(ledger: Ledger, inc: str) -> str | None:
@@ -91,17 +103,20 @@ def acquire_lock(ledger: Ledger, inc: str) -> str | None:
 
 def release_lock(ledger: Ledger, inc: str) -> None:
     """Removes ``recover.lock`` if ``inc`` has it; held by nobody else in between, because the folder is locked meanwhile."""
-    fd = os.open(ledger.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(ledger.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise as_store_error(e, f"cannot open the ledger folder {ledger.folder}") from e
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            owner = _read(ledger.folder / LOCK_NAME).by
-        except ObjectMissing:
-            return
-        if owner == inc:
+        if _read(ledger.folder / LOCK_NAME).by == inc:
             failpoint("marker.release.before")
             (ledger.folder / LOCK_NAME).unlink()
             failpoint("marker.release.after")
+    except FileNotFoundError:  # ObjectMissing too
+        return
+    except OSError as e:
+        raise as_store_error(e, f"cannot remove {ledger.folder / LOCK_NAME}") from e
     finally:
         os.close(fd)
 
@@ -109,22 +124,38 @@ def release_lock(ledger: Ledger, inc: str) -> None:
 def _create(path: Path, marker: Marker) -> None:
     """Exclusive, whole or not at all: written under a private name, then linked."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    data = msgspec.json.encode(marker)
     try:
         fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         try:
-            os.write(fd, msgspec.json.encode(marker))
-            os.fsync(fd)
+            try:
+                if os.write(fd, data) != len(data):  # a torn marker would be there for ever
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            _link(staging, path, data)
         finally:
-            os.close(fd)
-        try:
-            failpoint("marker.create.before")
-            os.link(staging, path, follow_symlinks=False)
-        finally:
-            staging.unlink()
+            with contextlib.suppress(OSError):
+                staging.unlink()
         sync_folder(path.parent)
         failpoint("marker.create.after")
     except OSError as e:
         raise as_store_error(e, f"cannot create {path}") from e
+
+
+def _link(staging: Path, path: Path, data: bytes) -> None:
+    """An error counts only if ``path`` is not ours afterwards: a network filesystem may lose the answer and ask again."""
+    try:
+        failpoint("marker.create.before")
+        os.link(staging, path, follow_symlinks=False)
+    except OSError:
+        try:
+            ours = not path.is_symlink() and path.read_bytes() == data
+        except OSError:
+            ours = False
+        if not ours:
+            raise
 
 
 def _read(path: Path) -> Marker:

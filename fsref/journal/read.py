@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from fsref.errors import BadRef, JournalCorrupt, RunMismatch
+from fsref.errors import BadRef, JournalCorrupt, RunMismatch, StoreUnavailable
 from fsref.journal.place import Ledger
 from fsref.ledger.fold import JournalFold
 from fsref.ledger.lines import LineReader
@@ -45,6 +45,8 @@ class LedgerReader:
         self.journals: dict[str, OpenJournal] = {}
         self.problems: list[str] = []
         """Problems with the folder itself."""
+        self.listed = False
+        """Whether the folder could be listed at the last ``refresh``."""
         self.marked: set[str] = set()
         """Incarnations that a ``.dead`` or ``.adopted`` marker names."""
 
@@ -69,18 +71,32 @@ class LedgerReader:
                 self.marked.add(inc)
         return {inc: journal.end for inc, journal in self.journals.items()}
 
+    def refresh_all(self) -> dict[str, int]:
+        """As ``refresh``, for decisions that need every journal. Raises ``StoreUnavailable`` if one may not have been seen."""
+        ends = self.refresh()
+        if self.problems:
+            raise StoreUnavailable(f"nothing is decided while the ledger cannot be read as a whole: {'; '.join(self.problems)}")
+        return ends
+
     def read_one(self, inc: str) -> OpenJournal | None:
         """Reads one journal only; None if it is not there."""
         self._read(inc, self._folder / f"{check_incarnation(inc)}.jnl")
         return self.journals.get(inc)
 
     def _names(self) -> list[str]:
+        self.listed = False
+        if self._folder.is_symlink():
+            self.problems.append(f"the ledger folder {self._folder} is a symbolic link: refused")
+            return []
         try:
-            return sorted(path.name for path in self._folder.iterdir())
+            names = sorted(path.name for path in self._folder.iterdir())
         except FileNotFoundError:
             self.problems.append(f"the ledger folder {self._folder} is not there")
         except OSError as e:
             self.problems.append(f"the ledger folder {self._folder} cannot be listed: {e.strerror}")
+        else:
+            self.listed = True
+            return names
         return []
 
     def _read(self, inc: str, path: Path) -> None:

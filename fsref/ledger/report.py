@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from fsref.ledger.ids import pack
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import Evidence, Violation, violations
 
@@ -121,6 +122,10 @@ class Audit:
             f"done      {t.done:,} (first try {t.done - t.done_retry:,}, after retry {t.done_retry:,})   {self._rest_text()}",
             f"store     {where}",
         ]
+        if self.pending_ids:
+            more = t.pending - len(self.pending_ids)
+            named = ", ".join(f"{inc}/{seqs}" for inc, seqs in pack(self.pending_ids).items())
+            lines.append(f"pending   {named}{f' and {more:,} more' if more else ''}")
         lines += [f"cannot be proved: {p}" for p in self.problems[:LISTED_MAX]]
         for v in self.violations:
             places = ", ".join(f"{journal}.jnl:{offset}" for journal, offset in v.places)

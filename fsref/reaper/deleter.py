@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from fsref.config import LedgerSection
-from fsref.errors import Fenced, FsrefError
+from fsref.errors import Fenced, FsrefError, StoreError
 from fsref.failpoints import failpoint
 from fsref.journal.file import SMALL_SET_MAX, Journal, now_ms, parts_of
 from fsref.journal.markers import is_adopted, read_adopted
@@ -18,7 +18,7 @@ from fsref.journal.place import Ledger
 from fsref.ledger import records
 from fsref.ledger.ids import ids_of, pack, pack_known
 from fsref.reaper.backlog import Backlog
-from fsref.reaper.delete import back_off_s, delete_once
+from fsref.reaper.delete import Outcome, back_off_s, delete_once
 from fsref.store.base import Store
 
 
@@ -39,6 +39,8 @@ class Deleter:
         self.done = 0
         self.absent_first = 0
         self.retried = 0
+        self.problem = ""
+        """Why a part of the last batch is not removed yet; empty if all of it is."""
 
     @property
     def pending(self) -> int:
@@ -119,12 +121,18 @@ class Deleter:
             self._busy = len(batch)
             return batch
 
-    def _remove(self, attempts: dict[str, int]) -> None:
+    def _attempt(self, object_ids: list[str]) -> Outcome:
         failpoint("deleter.before_sync")
         self._journal.sync()  # W1
         failpoint("deleter.after_sync")
-        self.fence()
-        result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
+        try:
+            self.fence()
+        except StoreError as e:  # whether the fence is up cannot be known now: nothing is removed, and it is asked again
+            return Outcome(failed=dict.fromkeys(object_ids, e))
+        return delete_once(self._store, object_ids, threads=self._section.delete_threads)
+
+    def _remove(self, attempts: dict[str, int]) -> None:
+        result = self._attempt(list(attempts))
         by_attempt: dict[int, list[str]] = {}
         for object_id in result.done:
             by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
@@ -140,6 +148,7 @@ class Deleter:
         with self._wake:
             for attempt, ids in failed.items():  # one wait for all that failed at the same attempt: they are tried again in one batch
                 self._backlog.wait(ids, due_s=now + back_off_s(attempt + 1, rng=self._rng))
+            self.problem = str(next(iter(result.failed.values()))) if result.failed else ""
             self.done += len(result.done)
             self.absent_first += len([o for o in absent if attempts[o] == 0])
             self.retried += len(result.failed)

@@ -3,6 +3,7 @@
 Owns the order *decide, append, hand to the deleter*. Refuses to open in a folder of another run.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -48,6 +49,11 @@ class Holder:
         """Dropped ids that are not removed yet."""
         return self._deleter.pending
 
+    @property
+    def pending_why(self) -> str:
+        """Why the last removals failed; empty if they did not. For logs."""
+        return self._deleter.problem
+
     def flush(self, *, deadline_s: float = 30.0) -> int:
         """Waits until everything dropped is removed, up to the deadline. Returns how many ids are still pending."""
         return self._deleter.flush(deadline_s=deadline_s)
@@ -91,7 +97,8 @@ class Holder:
     def _give_up(self) -> None:
         """The start failed after the journal was opened: closes it, so that nobody takes this incarnation for a live one."""
         self._closed = True
-        self._finish(deadline_s=0.0, counters={})
+        with contextlib.suppress(JournalPoisoned):  # the caller raises why it gives up
+            self._finish(deadline_s=0.0, counters={})
 
     def __enter__(self) -> Self:
         return self

@@ -4,13 +4,14 @@ Owns the order: everyone dead, one recoverer, fold and complete listing, plan, f
 anywhere is repaired by running it again: the dead ``rec`` incarnation is adopted like any other.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fsref.config import LedgerSection
-from fsref.errors import BadRef, JournalCorrupt, RunBusy
+from fsref.errors import BadRef, JournalCorrupt, JournalPoisoned, RunBusy, StoreError, StoreUnavailable
 from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
 from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
@@ -31,7 +32,7 @@ from fsref.reaper.deleter import write_done, write_drop
 from fsref.reaper.listing import list_objects
 from fsref.reaper.succession import is_published
 from fsref.refs import object_name
-from fsref.store.base import Store, check_name
+from fsref.store.base import Deletion, Store, check_name
 
 DELETE_DEADLINE_S = 120.0
 
@@ -53,7 +54,7 @@ class Recovery:
     unexpected: tuple[str, ...]
     """Foreign names under obj/; removed only where that was asked for."""
     pending: tuple[str, ...]
-    """Ids whose removal failed: run it again."""
+    """Ids, and names of staging and unexpected files, whose removal failed: run it again."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ def recover(
             failpoint("recover.after_lock")
             scene = _look(store, ledger, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
         except BaseException:
-            journal.append(records.Close(now_ms()))
-            release_lock(ledger, inc)
+            with contextlib.suppress(JournalPoisoned, StoreError):  # the next recovery takes over what this one could not close
+                journal.append(records.Close(now_ms()))
+                release_lock(ledger, inc)
             raise
         failpoint("recover.after_look")
         published = {key for key in scene.run.ships if replay == "keep" and is_published(store, key)}
@@ -106,7 +108,8 @@ def recover(
         _record(journal, ledger, scene, plan)
         pending = _remove(store, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
         unexpected = (*scene.view.foreign, *map(object_name, plan.unexpected))
-        store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
+        others = store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
+        pending += tuple(name for name, outcome in others.items() if not isinstance(outcome, Deletion))
         final = resume_step is None and not pending
         failpoint("recover.before_close")
         journal.append(_closing(scene, plan, final=final, remove_unexpected=remove_unexpected, force_dead=force_dead))
@@ -151,8 +154,11 @@ def _lock(ledger: Ledger, inc: str, run: RunInfo) -> None:
 def _look(store: Store, ledger: Ledger, inc: str, run: RunInfo, *, force_dead: Collection[str], accept_corrupt: bool) -> _Scene:
     """Everyone's end proved, all journals read, a complete listing."""
     reader = LedgerReader(ledger, run_uuid=run.run_uuid)
-    ends = reader.refresh()
+    reader.refresh()
+    if not reader.listed:  # a journal that was not seen may be of a live process
+        raise StoreUnavailable(f"the run cannot be recovered: {'; '.join(reader.problems)}")
     hows = {i: how_ended(ledger, j, forced=force_dead) for i, j in reader.journals.items() if i != inc}
+    ends = reader.refresh()  # again: one that was alive at the first look may have written before it ended
     damaged = [j.problem for j in reader.journals.values() if j.problem] + reader.problems
     merged = reader.merge(accept_corrupt=accept_corrupt)
     alive = [i for i, how in hows.items() if how is None and not merged.adopted(i)]

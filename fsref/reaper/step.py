@@ -40,10 +40,10 @@ class StepHolder(Holder):
         Raises ``RunBusy`` if another trainer or a recovery may be alive.
         """
         reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
-        reader.refresh()
+        reader.refresh_all()
         before = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("trn", "rec")}
-        ends = {inc: journal.end for inc, journal in before.items()}
         hows = {inc: how_ended(self._ledger, journal) for inc, journal in before.items()}
+        ends = reader.refresh_all()  # again: one that was alive at the first look may have written before it ended
         merged = reader.merge()
         left = [inc for inc in before if not merged.adopted(inc)]
         if alive := [inc for inc in left if hows[inc] is None]:

@@ -57,9 +57,10 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
     ``Fenced``, ``StoreError``: nothing was decided then.
     """
     reader = LedgerReader(ledger, run_uuid=run_uuid)
-    ends = reader.refresh()
+    reader.refresh_all()
     before = {i: j for i, j in reader.journals.items() if i != journal.inc and j.fold.role in ROLES}
     hows = {inc: how_ended(ledger, j) for inc, j in before.items()}
+    ends = reader.refresh_all()  # again: one that was alive at the first look may have written before it ended
     damaged = {inc: j.problem for inc, j in before.items() if j.problem}
     merged = reader.merge()
     left = [inc for inc in before if not merged.adopted(inc)]

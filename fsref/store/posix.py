@@ -1,7 +1,8 @@
 """A run's root as a local or network filesystem folder: dirfd-relative access, no symlink is ever followed below the root.
 
 Publishing is temp name in the same directory, fsync, rename, directory fsync. fsspec's local filesystem is not used for that: it writes
-in place, or stages in the system's temp folder. Errors of the kernel are mapped here and nowhere else.
+in place, or stages in the system's temp folder. Errors of the kernel are mapped here and nowhere else. An answer that a network filesystem
+lost is looked up, not believed: a rename that failed and happened counts as done.
 """
 
 import contextlib
@@ -24,27 +25,48 @@ from fsref.store.base import Buffer, Deletion, Durability, Entry, ObjectFile, St
 DIR_FDS_MAX: Final = 64
 IOV_MAX: Final = 1 if armed("store.put.mid") else 512
 """Buffers per write. A test that stops in the middle of a file needs a middle."""
+FOLDER_MODE: Final = 0o2770
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.EMLINK}
-_MISSING: Final = {errno.ENOENT, errno.ENOTDIR}
-_LATER: Final = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_NO_FOLDER: Final = {errno.ELOOP, errno.ENOTDIR}
+"""What opening a symbolic link, or a file, in the place of a folder gives: present and wrong, never absent."""
+_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMLINK, *_NO_FOLDER}
+_LATER: Final = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ENOTCONN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EREMOTEIO,
+}  # fmt: skip
+"""Among them what a FUSE mount says whose process died."""
 
 
 def raise_mapped(error: OSError, asked: str) -> Never:
     """Raises the ``StoreError`` for an ``OSError``; ``asked`` says what was tried on what."""
+    if isinstance(error, StoreError):
+        raise error
     text = f"{asked}: {error.strerror or error}"
-    if error.errno in _MISSING:
+    if error.errno == errno.ENOENT:
         raise ObjectMissing(text) from error
     if error.errno == errno.EEXIST:
         raise ObjectExists(f"{asked}: a file of that name is there already; names are never reused") from error
     if error.errno in _FULL:
         raise StoreFull(f"{text}; free space or inodes, or raise the quota") from error
     if error.errno in _DENIED:
-        hint = "symbolic links are refused" if error.errno == errno.ELOOP else "check owner, mode and mount options"
+        hint = "files and symbolic links in a folder's place are refused" if error.errno in _NO_FOLDER else "check owner, mode and mount"
         raise StoreDenied(f"{text}; {hint}") from error
     if error.errno in _LATER:
         raise StoreUnavailable(text) from error
     raise StoreError(text) from error
+
+
+def rename_known(source: str, target: str, written: os.stat_result, *, dir_fd: int) -> None:
+    """Renames within a folder. An error counts only if ``target`` is not the file ``written`` after it: the answer may have been lost."""
+    try:
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError:
+        try:
+            there = os.path.samestat(os.stat(target, dir_fd=dir_fd, follow_symlinks=False), written)
+        except OSError:
+            there = False
+        if not there:
+            raise
 
 
 class PosixFile(ObjectFile):
@@ -113,23 +135,27 @@ class PosixStore(Store):
             fd = os.open(staging, flags, 0o640, dir_fd=folder)
         except OSError as e:
             raise_mapped(e, asked)
+        left = staging
         try:
             try:
                 _write_all(fd, buffers)
                 failpoint("store.put.written")
                 if durability == "node":
                     os.fsync(fd)
+                written = os.fstat(fd)
             finally:
                 os.close(fd)
             if not replace and _exists(leaf, folder):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            os.rename(staging, leaf, src_dir_fd=folder, dst_dir_fd=folder)
+            rename_known(staging, leaf, written, dir_fd=folder)
+            left = "" if replace else leaf
             failpoint("store.put.renamed")
             if durability == "node":
                 os.fsync(folder)
         except BaseException as e:
-            with contextlib.suppress(OSError):
-                os.unlink(staging, dir_fd=folder)
+            if left:
+                with contextlib.suppress(OSError):
+                    os.unlink(left, dir_fd=folder)
             if isinstance(e, OSError):
                 raise_mapped(e, asked)
             raise
@@ -142,7 +168,11 @@ class PosixStore(Store):
                 fd = os.open(leaf, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=fd_folder)
             except OSError as e:
                 raise_mapped(e, f"opening {self.url}/{name}")
-        info = os.fstat(fd)
+        try:
+            info = os.fstat(fd)
+        except OSError as e:
+            os.close(fd)
+            raise_mapped(e, f"opening {self.url}/{name}")
         if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
             os.close(fd)
             raise StoreDenied(f"{self.url}/{name} is not a regular file with one name: refused")
@@ -176,16 +206,24 @@ class PosixStore(Store):
             failpoint("store.list.before")
             with self._folder(prefix, create=False) as folder:
                 fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)  # a dup would share its place in the folder
-        except ObjectMissing:
+        except ObjectMissing as e:
+            self._check_root(e)
             return
-        except StoreError:
-            raise
         except OSError as e:
             raise_mapped(e, f"listing {self.url}/{prefix}")
         try:
             yield from self._walk(fd, prefix)
         finally:
             os.close(fd)
+
+    def _check_root(self, cause: ObjectMissing) -> None:
+        """Nothing below a root that was removed proves that nothing was there. Raises ``StoreError``."""
+        try:
+            gone = os.fstat(self._root).st_nlink == 0
+        except OSError as e:
+            raise_mapped(e, f"looking at the root {self.url}")
+        if gone:
+            raise StoreError(f"the root {self.url} was removed while it was in use: restore it, or stop") from cause
 
     def _walk(self, fd: int, prefix: str) -> Iterator[Entry]:
         try:
@@ -220,14 +258,17 @@ class PosixStore(Store):
     @contextlib.contextmanager
     def _folder(self, folder: str, *, create: bool) -> Iterator[int]:
         """A descriptor of a folder below the root, each component opened without following links; valid inside the block."""
-        with self._lock:
-            cached = self._dirs.get(folder)
-            if cached is not None and os.fstat(cached).st_nlink:
-                self._dirs.move_to_end(folder)
-                fd = os.dup(cached)
-            else:
-                fd = self._open_folder(folder, create=create)
-                self._remember(folder, os.dup(fd))
+        try:
+            with self._lock:
+                cached = self._dirs.get(folder)
+                if cached is not None and _usable(cached):
+                    self._dirs.move_to_end(folder)
+                    fd = os.dup(cached)
+                else:
+                    fd = self._open_folder(folder, create=create)
+                    self._remember(folder, os.dup(fd))
+        except OSError as e:
+            raise_mapped(e, f"opening the folder {self.url}/{folder}")
         try:
             yield fd
         finally:
@@ -237,12 +278,12 @@ class PosixStore(Store):
         at = os.dup(self._root)
         try:
             for part in folder.split("/") if folder else ():
-                if create:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o770, dir_fd=at)
+                made = create and _make(part, at)
                 inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
                 os.close(at)
                 at = inner
+                if made:
+                    share(at)
         except OSError as e:
             os.close(at)
             raise_mapped(e, f"opening the folder {self.url}/{folder}")
@@ -256,6 +297,29 @@ class PosixStore(Store):
         while len(self._dirs) > DIR_FDS_MAX:
             _, evicted = self._dirs.popitem(last=False)
             os.close(evicted)
+
+
+def share(folder: int) -> None:
+    """Mode 2770, whatever the umask: every role of the run must be able to remove what another one's user wrote."""
+    with contextlib.suppress(OSError):  # a mount without modes decides by itself who may
+        os.fchmod(folder, FOLDER_MODE)
+
+
+def _make(name: str, folder: int) -> bool:
+    """Makes a folder; whether it was not there."""
+    try:
+        os.mkdir(name, FOLDER_MODE, dir_fd=folder)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _usable(folder: int) -> bool:
+    """Whether a descriptor that was kept still names its folder: not removed, not stale."""
+    try:
+        return os.fstat(folder).st_nlink > 0
+    except OSError:
+        return False
 
 
 def _write_all(fd: int, buffers: Sequence[Buffer]) -> None:
