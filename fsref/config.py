@@ -44,6 +44,10 @@ class RunSection(Section, frozen=True, kw_only=True):
     missing: Literal["strict", "fallback"] = "strict"
     """``strict``: a sample whose needed field has missing rows of trained tokens is an error; ``fallback``: it trains, and is counted."""
 
+    replay: Literal["keep", "drop"] = "keep"
+    """A run that is started again goes on from its newest checkpoint. ``keep``: the steps after it that were published are trained again
+    from their arrays, byte for byte, and new ones follow. ``drop``: they are removed, and generated anew."""
+
 
 class ModelSection(Section, frozen=True, kw_only=True):
     """``[model]``: the policy's folder in Hugging Face format."""
@@ -300,6 +304,12 @@ class Config(Section, frozen=True, kw_only=True):
         names = [e.name for e in self.env]
         if len(set(names)) != len(names):
             raise ConfigError(f"two [[env]] tables have the same name: {sorted(names)}")
+        trainer = self.trainer
+        if self.run.replay == "keep" and trainer.commit == "keep_last" and trainer.keep_last < trainer.checkpoint_every:
+            raise ConfigError(
+                f"trainer.keep_last {trainer.keep_last} is below checkpoint_every {trainer.checkpoint_every}: after a crash the steps since"
+                " the checkpoint could not be trained again, their arrays would be gone; raise it, or set run.replay = 'drop'"
+            )
         if not self.run.fields:
             raise ConfigError("run.fields is empty: name the arrays that the run needs")
 

@@ -7,6 +7,7 @@ A step file is published after the ledger's ``ship`` record is durable (ledger.m
 """
 
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Final, TypeVar
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.errors import ObjectMissing, StepError, StoreUnavailable
+from fsref.errors import ObjectMissing, StepError, StoreError, StoreUnavailable
 from fsref.failpoints import failpoint
 from fsref.ledger.ids import hash64 as hash64
 from fsref.ledger.ids import sum_of as sum_of
@@ -25,6 +26,7 @@ from fsref.store import Store
 VERSION: Final = 1
 _File = TypeVar("_File", "StepInfo", "RankFile")
 BYTES_MAX: Final = 1 << 30
+_INFO: Final = re.compile(r"steps/step_([0-9]{6,9})/STEP\.json", re.ASCII)
 
 
 class SampleSequence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -106,6 +108,8 @@ class StepInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Sum of ``hash64`` over the shipped ids, modulo 2**64."""
     version: int
     """The newest weights that sampled any of it."""
+    groups: int = 0
+    """Groups that the run had dispatched when this step was complete: its successor goes on there in the stream of tasks."""
     schema: Schema
     digests: tuple[str, ...]
     """blake2b-16 of each rank file, hex."""
@@ -153,6 +157,27 @@ def publish(store: Store, info: StepInfo, rank_files: Sequence[bytes]) -> None:
 def read_info(store: Store, step: int) -> StepInfo:
     """``STEP.json`` of a step; ``ObjectMissing`` if it was not published."""
     return _decode(store.read(info_name(step), bytes_max=BYTES_MAX), StepInfo, info_name(step), json=True)
+
+
+def published(store: Store) -> list[int]:
+    """Numbers of the published steps, ascending."""
+    return sorted({int(m[1]) for e in store.list("steps") if (m := _INFO.fullmatch(e.name))})
+
+
+def remove(store: Store, step: int) -> int:
+    """Removes a step's files, ``STEP.json`` first, so that nobody reads half a step; also what a publication that was cut off left.
+
+    Returns how many. Its arrays are not touched: whoever calls this has settled them. Raises ``StoreError``.
+    """
+    folder = f"steps/{step_name(step)}"
+    names = [e.name for e in store.list(folder)]
+    count = 0
+    for some in ([n for n in names if n == info_name(step)], [n for n in names if n != info_name(step)]):
+        for outcome in store.delete(some).values() if some else ():
+            if isinstance(outcome, StoreError):
+                raise outcome
+            count += 1
+    return count
 
 
 def wait(store: Store, step: int, *, deadline_s: float, poll_s: float = 0.05) -> StepInfo:

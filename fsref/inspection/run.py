@@ -5,8 +5,7 @@ from collections import Counter
 from fsref.inspection.find import Place
 from fsref.inspection.records import RunReport, StepLine, codec_of, kind_of
 from fsref.journal.run import read_run
-from fsref.steps import read_info
-from fsref.store import Store
+from fsref.steps import published, read_info
 
 
 def run_report(place: Place) -> RunReport:
@@ -29,8 +28,3 @@ def run_report(place: Place) -> RunReport:
         bytes=sum(objects),
         incarnations=dict(Counter(name.split(".", 1)[0] for name in journals)),
     )
-
-
-def published(store: Store) -> list[int]:
-    """Numbers of the published steps, ascending."""
-    return sorted(int(e.name.split("/")[1].removeprefix("step_")) for e in store.list("steps") if e.name.endswith("/STEP.json"))

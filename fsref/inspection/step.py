@@ -13,12 +13,11 @@ from fsref.errors import ObjectMissing, StepError, StoreError
 from fsref.inspection.find import Place
 from fsref.inspection.load import LayerLoad, LoadCounter, routing_field
 from fsref.inspection.records import FieldReport, RankReport, SampleReport, StepReport, kind_of
-from fsref.inspection.run import published
 from fsref.inspection.status import Status, statuses
 from fsref.objects.view import view
 from fsref.plan.index import missing_ranges, present_fields
 from fsref.refs import Dense, Field, PayloadRef, Schema, object_name
-from fsref.steps import RankFile, SampleSequence, StepInfo, check_counts, read_info, read_rank
+from fsref.steps import RankFile, SampleSequence, StepInfo, check_counts, published, read_info, read_rank
 from fsref.store import Store
 
 LOAD_OBJECTS_MAX: Final = 512

@@ -205,7 +205,7 @@ class RunFold:
         for journal, fold in self.journals.items():
             for drop in fold.step_drops:
                 for key in self.batches_before(journal, drop.lo, drop.hi, drop.offset):
-                    out[key] = f"the commit of steps {drop.lo}..{drop.hi} by {journal}"
+                    out[key] = committed(drop.lo, drop.hi, by=journal)
         for inc, seqs in self.batch_of.items():
             drops = self.drops.get(inc, {})
             for seq, key in seqs.items():
@@ -285,6 +285,11 @@ class RunFold:
             for facts in (fold.taken, fold.shipped, fold.drops, fold.done, fold.adopts):
                 named.update(facts)
         return sorted(named - set(self.journals))
+
+
+def committed(lo: int, hi: int, *, by: str) -> str:
+    """Who removed the arrays of a step, and the checkpoint from which it is not needed."""
+    return f"the commit of steps {lo}..{hi} by {by}; checkpoint step_{hi + 1:06d} covers them"
 
 
 def _end_of(adoptions: Iterable[tuple[str, Adoption]]) -> float:

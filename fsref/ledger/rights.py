@@ -10,6 +10,7 @@ from typing import Final
 
 from fsref.errors import DoubleDrop, NotHolder, StepError, StepReleased
 from fsref.ledger.ids import SeqSet, split
+from fsref.ledger.merge import committed
 
 REQUESTS_MAX: Final = 65_536
 """Requests whose ids an env worker remembers after the reply; older ones are settled by adoption."""
@@ -247,7 +248,7 @@ class StepRights:
         self.suppressed += repeated
         for step in fresh:
             del self.taken[step]
-            self.released[step] = f"the commit of steps {lo}..{hi} by {self.inc}"
+            self.released[step] = committed(lo, hi, by=self.inc)
         return _ranges(fresh)
 
 

@@ -41,6 +41,7 @@ def build(
     step: int,
     data_ranks: int,
     tokens_per_micro_batch: int,
+    groups: int,
     metrics: Mapping[str, float],
     ms: int,
 ) -> Batch:
@@ -86,6 +87,7 @@ def build(
         bytes=sum(shipped.values()),
         sum=steps.sum_of(shipped),
         version=max(s.version for s in samples),
+        groups=groups,
         schema=schema,
         digests=tuple(map(steps.digest, files)),
         metrics=dict(metrics),

@@ -33,7 +33,9 @@ class Dispatcher:
         *,
         group_size: int,
         failures_max: int,
+        first: int = 0,
     ) -> None:
+        """``first``: groups that the run dispatched before; ``tasks`` goes on behind them."""
         self._tasks = tasks
         self._custody = custody
         self._attempts = attempts
@@ -41,7 +43,8 @@ class Dispatcher:
         self._group_size = group_size
         self._failures_max = failures_max
         self._failures = 0
-        self._numbers = iter(range(1 << 62))
+        self.dispatched = first
+        """Groups that the run has dispatched, before this process too."""
         self._slots: dict[str, asyncio.Semaphore] = {}
         self.in_flight = 0
         """Episodes that run now."""
@@ -75,7 +78,8 @@ class Dispatcher:
 
     def _next(self) -> Group:
         source, task = next(self._tasks)
-        return Group(next(self._numbers), source, task)
+        number, self.dispatched = self.dispatched, self.dispatched + 1
+        return Group(number, source, task)
 
     def _count(self, group: Group) -> None:
         self._failures += 1

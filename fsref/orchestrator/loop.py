@@ -57,13 +57,15 @@ class Loop:
     hook: Hook
     wire_bytes: Callable[[], int]
     """Bytes that env servers sent since the start."""
+    first: int = 0
+    """The step to begin with."""
     _wire_before: int = field(default=0, init=False)
 
     async def run(self) -> None:
-        """All steps of the run, evaluations beside them. What is still held at the end, or at an error, the closing ledger drops."""
+        """The steps from ``first`` on, evaluations beside them. What is still held at the end, or at an error, the closing ledger drops."""
         evaluation: asyncio.Task[None] | None = None
         async with together() as tasks:
-            for step in range(self.config.run.steps):
+            for step in range(self.first, self.config.run.steps):
                 settings = self.config.orchestrator
                 clock = _Clock()
                 await self.version.at_least(step - settings.ahead_max, deadline_s=settings.weights_wait_s)
@@ -123,6 +125,7 @@ class Loop:
             step=step,
             data_ranks=self.config.trainer.parallel.data,
             tokens_per_micro_batch=self.config.orchestrator.tokens_per_micro_batch,
+            groups=self.dispatcher.dispatched,
             metrics=metrics,
             ms=time.time_ns() // 1_000_000,
         )

@@ -8,6 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+LAUNCHER: Final = "launcher"
+"""Role of the line that says from where a run went on after an interruption."""
+TRAINED: Final = "resume/trained"
+"""The trainer's lines of this step and later ones, before it, are of an attempt that was given up."""
+PUBLISHED: Final = "resume/published"
+"""The same for the orchestrator."""
 STEPS_KEPT: Final = 10_000
 
 
@@ -77,12 +83,31 @@ class Follower:
         """The steps whose rows changed, ascending."""
         changed = set()
         for record in self._records():
+            if record.get("role") == LAUNCHER:
+                changed |= self._forget(record)
+                continue
             step = record.get("step")
             if type(step) is int and step >= 0 and self._add(step, record):
                 changed.add(step)
         while len(self.steps) > STEPS_KEPT:
             self.steps.pop(min(self.steps))
         return sorted(changed & self.steps.keys())
+
+    def skip(self) -> None:
+        """What is there by now is not shown again."""
+        self.read()
+        self.steps.clear()
+
+    def _forget(self, record: dict[str, object]) -> set[int]:
+        """Values of the attempt that was given up; of a column of both roles only the whole can go."""
+        first = {"trainer": record.get(TRAINED), "orchestrator": record.get(PUBLISHED)}
+        changed = set()
+        for step, row in self.steps.items():
+            over = {role for role, at in first.items() if isinstance(at, int | float) and step >= at}
+            for column in COLUMNS:
+                if over & set(column.roles) and row.pop(column.title, None) is not None:
+                    changed.add(step)
+        return changed
 
     def _records(self) -> Iterator[dict[str, object]]:
         try:

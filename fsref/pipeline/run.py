@@ -16,8 +16,9 @@ from fsref.pipeline import settle
 from fsref.pipeline.board import Board
 from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
 from fsref.pipeline.metrics import Follower
-from fsref.pipeline.prepare import make_model, make_run_dir, make_run_file
+from fsref.pipeline.prepare import claim, make_model, make_run_file
 from fsref.pipeline.processes import Child, Command, Family
+from fsref.pipeline.resume import resume
 from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
 from fsref.reaper import Verdict
 
@@ -69,19 +70,33 @@ class _Watcher:
 def launch(plan: Plan, board: Board) -> int:
     """Runs the plan to its end; returns the exit code: the audit's, or 128 plus the signal that stopped the run.
 
-    Raises ``RoleFailed`` and the errors of ``prepare``, after every process has been stopped and the state of the ledger has been told.
+    A run that exists goes on (``resume``); one that is finished is only settled. Raises ``RoleFailed`` and the errors of ``prepare`` and
+    ``resume``, after every process has been stopped and the state of the ledger has been told.
     """
+    lock, existed = claim(plan.config)
+    with lock:
+        return _launch(plan, board, existed=existed)
+
+
+def _launch(plan: Plan, board: Board, *, existed: bool) -> int:
     config = plan.config
-    run_dir = make_run_dir(config)
+    run_dir = Path(config.run.run_dir)
     follower = Follower(run_dir / "metrics.jsonl")
     with board, Signals() as signals, Family(grace_s=config.launcher.stop_s) as family:
         watcher = _Watcher(config, board, follower)
         supervisor = Supervisor(config=config, family=family, signals=signals, watcher=watcher, healthy=plan.healthy)
         board.say(f"run {config.run.id} in {run_dir}")
+        resumed = resume(config, board.say) if existed else None
+        if resumed is not None:
+            board.say(resumed.told())
+            follower.skip()
+            if resumed.finished:
+                return _settle(config, board, ended=True)
         code = 0
         failure: FsrefError | None = None
         try:
-            _prepare(plan, supervisor, board)
+            if not existed:
+                _prepare(plan, supervisor, board)
             supervisor.start(plan.roles)
             supervisor.watch()
         except Stopped as e:
@@ -108,7 +123,7 @@ def _settle(config: Config, board: Board, *, ended: bool) -> int:
         board.say(f"no audit: {e}")
         return 1
     if found is not None and found.verdict is not Verdict.PROVED and not ended:
-        board.say(f"to remove what is left and end the run: fsref close {config.run.run_dir}")
+        board.say(f"to go on: the same command with --run.id {config.run.id}; to end the run: fsref close {config.run.run_dir}")
     return found.exit_code if found is not None else 1
 
 

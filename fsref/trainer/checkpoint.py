@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsref.errors import ConfigError, ObjectCorrupt
-from fsref.trainer.folders import mapped, publish, published, remove
+from fsref.folders import mapped, publish, published, remove
 
 _FILE: Final = "state.pt"
 _FORMAT: Final = 1

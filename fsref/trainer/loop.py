@@ -16,13 +16,13 @@ from fsref.config import Config
 from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
 from fsref.events import Event, Hook, memory_metrics
 from fsref.failpoints import failpoint
+from fsref.folders import prune
 from fsref.steps import RankFile, step_name, sum_of
 from fsref.trainer import checkpoint, metrics, weights
 from fsref.trainer.agreement import Agreement, Taken, agree
 from fsref.trainer.batch import fresh_tokens, ready_batches
 from fsref.trainer.commit import Committer, Removed, StepLedger
 from fsref.trainer.feed import Published, StepFeed
-from fsref.trainer.folders import prune
 from fsref.trainer.learner import Learner
 from fsref.trainer.loader import StepLoader
 from fsref.trainer.ranks import Ranks

@@ -12,6 +12,7 @@ import torch
 
 from fsref.config import Config
 from fsref.events import JsonLines
+from fsref.folders import published
 from fsref.journal import RunInfo, read_run
 from fsref.reaper import StepHolder
 from fsref.store import open_root
@@ -111,5 +112,5 @@ def _export_resumed(ranks: Ranks, folders: Folders, learner: Learner, version: i
     if ranks.rank != 0:
         return
     weights.remove_future(folders.weights, version=version)
-    if version:
+    if version and version not in published(folders.weights):  # an export of this version is the checkpoint's own: it came first
         weights.export(learner.model, version=version, parent=folders.weights, base=folders.base)

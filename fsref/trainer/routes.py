@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fsref.folders import mapped
 from fsref.steps import step_name
 from fsref.tensors import DenseTensor, PackedMicroBatch
-from fsref.trainer.folders import mapped
 from fsref.trainer.replay import RoutesUsed
 from fsref.trainer.standin import ROUTING
 

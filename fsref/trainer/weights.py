@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fsref.trainer.folders import publish, published, remove
+from fsref.folders import publish, published, remove
 from fsref.trainer.model import save_model
 
 _NOT_COPIED: Final = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")

@@ -142,3 +142,11 @@ def test_configs_are_frozen() -> None:
 def test_any_override_is_applied_or_refused_with_one_error(key: str, value: str) -> None:
     with contextlib.suppress(ConfigError):
         settings._assign({"env": [{}]}, key, settings._toml_value(value))
+
+
+def test_a_policy_that_could_not_replay_the_steps_since_the_checkpoint_is_refused() -> None:
+    trainer = {"commit": "keep_last", "keep_last": 3, "checkpoint_every": 4}
+    with pytest.raises(ConfigError, match=r"keep_last 3 is below checkpoint_every 4: .*set run.replay = 'drop'"):
+        settings.build({"trainer": trainer})
+    settings.build({"trainer": trainer | {"keep_last": 4}})
+    settings.build({"trainer": trainer, "run": {"replay": "drop"}})

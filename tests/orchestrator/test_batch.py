@@ -22,6 +22,7 @@ def built(samples: list[Sample], schema: Schema, *, data_ranks: int = 2, tokens:
         step=3,
         data_ranks=data_ranks,
         tokens_per_micro_batch=tokens,
+        groups=9,
         metrics={"reward/mean": 0.5},
         ms=7,
     )

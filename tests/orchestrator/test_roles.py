@@ -175,12 +175,29 @@ def test_settings_that_do_not_fit_are_refused(world: World, clients: list[FakeCl
     assert clients == []
 
 
-def test_a_run_with_published_steps_is_refused(world: World, clients: list[FakeClient]) -> None:
+@pytest.mark.fault(60)
+def test_a_run_goes_on_behind_its_last_published_step_with_the_next_tasks(world: World, clients: list[FakeClient]) -> None:
+    seen: list[str] = []
+
+    async def script(number: int, task: Any) -> Any:
+        seen.append(task.key)
+        return world.episode(number, task)
+
+    world.script = script
     main_role.main(config(world, run={"steps": 1}))
-    with pytest.raises(ConfigError, match="has published steps already"):
-        main_role.main(config(world))
-    assert len(clients) == 2
-    assert world.ends() == {"ship:0": 4}
+    assert steps.read_info(world.store, 0).groups == 2
+    world.store.put(steps.rank_file_name(1, 0), [b"of a publication that was cut off"])
+    main_role.main(config(world, run={"steps": 3}))
+    assert [steps.read_info(world.store, n).groups for n in range(3)] == [2, 4, 6]
+    assert world.ends() == {"ship:0": 4, "ship:1": 4, "ship:2": 4}
+    assert len({sampling["seed"] for client in clients for sampling in client.sampling}) == 12, "no group was dispatched twice"
+    assert {key: seen.count(key) for key in seen} == dict.fromkeys(("math-0", "math-1", "math-2"), 4), "two whole epochs"
+
+
+def test_an_orchestrator_of_a_run_with_all_steps_published_ends_at_once(world: World, clients: list[FakeClient]) -> None:
+    main_role.main(config(world, run={"steps": 1}))
+    main_role.main(config(world, run={"steps": 1}))
+    assert (world.runs, len(clients)) == (4, 2)
 
 
 def test_a_standalone_evaluation_reports_removes_everything_and_audits(

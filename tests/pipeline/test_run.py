@@ -14,11 +14,11 @@ import pytest
 
 from fsref import config as settings
 from fsref.config import Config, EnvSection, LauncherSection, ModelSection, OrchestratorSection, RunSection
-from fsref.errors import ConfigError, ObjectMissing, RoleFailed, RunBusy, StoreDenied, StoreError
+from fsref.errors import ConfigError, ObjectMissing, RoleFailed, StoreDenied, StoreError
 from fsref.journal import read_run
 from fsref.pipeline.board import PlainBoard
 from fsref.pipeline.layout import Part, RoleCommand
-from fsref.pipeline.prepare import make_model, make_run_dir
+from fsref.pipeline.prepare import claim, make_model
 from fsref.pipeline.run import launch, make_plan
 from fsref.store import open_root
 
@@ -182,7 +182,7 @@ def test_after_a_failure_the_arrays_of_published_steps_stay(stage: Stage) -> Non
         stage.launch()
     assert len(list((stage.run_dir / "obj").glob("*/*"))) == 2
     assert "OPEN  BALANCED" in stage.said
-    assert f"to remove what is left and end the run: fsref close {stage.run_dir}" in stage.said
+    assert f"to go on: the same command with --run.id r1; to end the run: fsref close {stage.run_dir}" in stage.said
     assert len(list((stage.run_dir / "ledger").glob("orc.*.dead"))) == 1
 
 
@@ -213,32 +213,24 @@ def test_a_model_that_cannot_be_made_ends_the_run_before_any_role(stage: Stage) 
     assert "starting" not in stage.said
 
 
-def test_a_run_that_exists_is_not_touched(stage: Stage) -> None:
-    make_run_dir(stage.plan.config)
-    before = sorted(p.name for p in stage.run_dir.iterdir())
-    with pytest.raises(RunBusy, match="the run 'r1' exists already"):
-        stage.launch()
-    assert sorted(p.name for p in stage.run_dir.iterdir()) == before
-
-
 def test_a_root_that_cannot_be_made_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = Config(run=RunSection(id="r1", root=str(tmp_path / "file/runs")), env=(EnvSection(name="demo"),))
     with pytest.raises(StoreError, match=r"opening the root .*/file/runs/r1: Not a directory"):
-        make_run_dir(make_plan(config, now=NOW).config)
+        claim(make_plan(config, now=NOW).config)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_read_only_root_is_named() -> None:
     config = Config(run=RunSection(id="r1", root="/proc/sys/fsref"), env=(EnvSection(name="demo"),))
     with pytest.raises((StoreDenied, ObjectMissing), match="opening the root /proc/sys/fsref/r1"):
-        make_run_dir(make_plan(config, now=NOW).config)
+        claim(make_plan(config, now=NOW).config)
 
 
 def test_an_unknown_field_is_found_before_anything_is_made(tmp_path: Path) -> None:
     config = Config(run=RunSection(id="r1", root=str(tmp_path / "runs"), fields=("routing",)), env=(EnvSection(name="demo"),))
     with pytest.raises(ConfigError, match=r"run\.fields lists 'routing'"):
-        make_run_dir(make_plan(config, now=NOW).config)
+        claim(make_plan(config, now=NOW).config)
     assert not (tmp_path / "runs").exists()
 
 

@@ -156,7 +156,7 @@ class SmallRun:
 
     def config(self, *, steps: int, **trainer: Any) -> Config:
         return Config(
-            run=RunSection(id=RUN, root=str(self.folder), run_dir=str(self.run_dir), steps=steps),
+            run=RunSection(id=RUN, root=str(self.folder), run_dir=str(self.run_dir), steps=steps, replay="drop"),
             trainer=TrainerSection(
                 parallel=ParallelSection(data=self.data_ranks),
                 **{"step_wait_s": DEADLINE_S, "collective_s": DEADLINE_S, "learning_rate": 1e-2, **trainer},

@@ -123,12 +123,13 @@ def test_a_resumed_run_also_removes_what_the_one_before_it_left(small: SmallRun,
     assert small.verdict() == "PROVED"
 
 
-def test_a_step_that_was_released_is_refused_by_name(small: SmallRun) -> None:
+@pytest.mark.fault(28)
+def test_a_step_that_was_released_is_refused_and_the_message_names_the_checkpoint(small: SmallRun) -> None:
     small.publish_step(0)
     main(small.config(steps=1), place=ALONE)
     for folder in (small.run_dir / "checkpoints").iterdir():
         folder.rename(small.run_dir / "elsewhere")
-    with pytest.raises(StepReleased):
+    with pytest.raises(StepReleased, match=r"the arrays of step 0 were removed by .*; checkpoint step_000001 covers them"):
         main(small.config(steps=1), place=ALONE)
 
 

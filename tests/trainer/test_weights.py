@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fsref.trainer.folders import published
+from fsref.folders import published
 from fsref.trainer.model import load_policy, logits_at
 from fsref.trainer.weights import export, remove_future
 from tests.trainer.builders import packed, random_sequences, save_tiny_model, tiny_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsref.errors import StoreDenied, StoreError, StoreFull
-from fsref.trainer.folders import MARKER, mapped, prune, publish, published, remove
+from fsref.folders import MARKER, mapped, prune, publish, published, remove
 
 
 def write_file(folder: Path) -> None:
