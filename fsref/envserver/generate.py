@@ -29,14 +29,11 @@ from fsref.wire.masks import decode_sampling_mask
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.openfields import decode_open_field
 from fsref.wire.routing import decode_routed_experts
+from fsref.wire.splice import splice_routing
 from fsref.wire.text import encode_base64
 
 _EXTRA_CANDIDATES: Final = 2
 """An engine puts the sampled token first, so the true head needs one more candidate, and one to see a tie at the cut."""
-
-_ROUTING_TEXT: Final = b'"routed_experts":"'
-"""As compact JSON has it. Inside a JSON string its quotes would be escaped, so it cannot be met there; base64 has no quotes."""
-
 
 KNOWN: Final = frozenset({"routed_experts", "top_logprobs", "sampling_mask"})
 """Fields that engines have forms of their own for."""
@@ -91,7 +88,7 @@ class Adapter:
 
     def read(self, raw: bytes, body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> bytes:
         """Decodes a reply (in a thread), gives its arrays to the capture, and returns the rest as JSON. Raises ``WireError``."""
-        rest, routing = _splice(raw)
+        rest, routing = splice_routing(raw)
         try:
             reply = json.loads(rest)
         except ValueError as e:
@@ -143,22 +140,6 @@ class Adapter:
 def _packed(logprobs: NDArray[np.float32]) -> dict[str, Any]:
     """prime-rl's form of sampled logprobs, which renderers reads without a Python object per token."""
     return {"data": encode_base64(logprobs), "shape": list(logprobs.shape), "dtype": "float32"}
-
-
-def _splice(raw: bytes) -> tuple[bytes, list[memoryview]]:
-    """``raw`` with every ``routed_experts`` text made empty, and those texts: a JSON parser would copy megabytes under the GIL."""
-    rest: list[bytes] = []
-    texts: list[memoryview] = []
-    at = 0
-    while (found := raw.find(_ROUTING_TEXT, at)) >= 0:
-        start = found + len(_ROUTING_TEXT)
-        stop = raw.find(b'"', start)
-        if stop < 0:
-            break  # cut short: the parser says so
-        rest.append(raw[at:start])
-        texts.append(memoryview(raw)[start:stop])
-        at = stop
-    return b"".join([*rest, raw[at:]]), texts
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,29 @@ def decode_top_logprobs(content: object, *, token_ids: Token, head: int | None =
     flat = list(chain.from_iterable(lists))
     ids_N = np.asarray([_token_id(c, n) for n, c in enumerate(flat)], dtype=np.int64)
     logprobs_N = np.asarray([_logprob(c, n, sampled=False) for n, c in enumerate(flat)], dtype=np.float32)
-    if ids_N.size and int(ids_N.max()) > np.iinfo(np.int32).max:
-        raise WireError(f"{_WHAT}: token id {int(ids_N.max())} does not fit int32")
-    rows_N = np.repeat(np.arange(len(lists)), [len(c) for c in lists])
+    return top_logprobs_of(np.asarray([len(c) for c in lists], np.int64), ids_N, logprobs_N, head=head)
+
+
+def top_logprobs_of(
+    counts_T: NDArray[np.int64], ids_N: NDArray[np.int64], logprobs_N: NDArray[np.float32], *, head: int | None = None
+) -> Ragged:
+    """The same from arrays: candidates per token, their ids and logprobs. Minus infinity is left out like its clamp.
+
+    Raises ``WireError`` for ids that are negative, too large or repeat within a token, and logprobs that are NaN or above zero.
+    """
+    if ids_N.size and not 0 <= int(ids_N.min()) <= int(ids_N.max()) <= np.iinfo(np.int32).max:
+        raise WireError(f"{_WHAT}: token ids {int(ids_N.min())}..{int(ids_N.max())} do not fit int32")
+    wrong = np.flatnonzero(~(logprobs_N <= _ABOVE_ONE))  # NaN compares false
+    if len(wrong):
+        raise WireError(f"{_WHAT}: logprob {float(logprobs_N[wrong[0]])!r} found; a number of at most 0 expected")
+    rows_N = np.repeat(np.arange(len(counts_T)), counts_T)
     _refuse_repeats(rows_N, ids_N)
-    real = logprobs_N != LOGPROB_CLAMP
+    real = (logprobs_N != LOGPROB_CLAMP) & ~np.isneginf(logprobs_N)
     rows_N, ids_N, logprobs_N = rows_N[real], ids_N[real], logprobs_N[real]
     if head is not None:
         keep = _head_order(rows_N, ids_N, logprobs_N, head)
         rows_N, ids_N, logprobs_N = rows_N[keep], ids_N[keep], logprobs_N[keep]
-    counts = np.bincount(rows_N, minlength=len(lists)).astype(np.int32)
+    counts = np.bincount(rows_N, minlength=len(counts_T)).astype(np.int32)
     return Ragged(counts, {"ids": ids_N.astype(np.int32), "logprobs": logprobs_N})
 
 

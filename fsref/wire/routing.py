@@ -1,7 +1,8 @@
 """Routed experts: which experts each token used in each layer, rows [R, L, K] from token position ``start`` on.
 
 Forms: vLLM's (0.27 to 0.32) is a string, base64 of .npy bytes; it does not say where it starts, so ``start`` comes from the
-request's ``routed_experts_prompt_start``. prime-rl's is ``{"data": base64, "shape", "dtype", "start"}``, which says it.
+request's ``routed_experts_prompt_start``. prime-rl's is ``{"data": base64, "shape", "dtype", "start"}``, which says it. An engine in the
+same process hands over the array itself.
 A reply holds rows for all tokens but the last sampled one, which was never fed to the model: ``token_count - 1 - start`` rows.
 
 Shape letters: R rows, L layers, K experts per token.
@@ -49,6 +50,8 @@ def decode_routed_experts(
         return None
     if isinstance(value, Mapping):
         rows, start = _from_mapping(value, start, bytes_max)
+    elif isinstance(value, np.ndarray):
+        rows = value
     elif isinstance(value, str | bytes | memoryview):
         rows = decode_npy(decode_base64(value, what=WHAT, bytes_max=bytes_max), what=WHAT)
     else:

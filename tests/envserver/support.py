@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,7 +22,6 @@ from fsref.journal.run import RunInfo, create_run
 from fsref.refs import Schema, routed_experts, sampling_mask, top_logprobs
 from fsref.store import Store, open_root
 from tests.envserver import model_folder
-from tests.envserver.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -112,6 +111,13 @@ class Replica:
         return (self.control / "log").read_text(errors="replace")
 
 
+class HasUrl(Protocol):
+    """An engine: where it is."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @dataclass
 class Run:
     """A run folder with objects and ledger."""
@@ -120,7 +126,7 @@ class Run:
     config: Config
     info: RunInfo
     store: Store
-    engine: Engine
+    engine: HasUrl
     replicas: list[Replica] = field(default_factory=list)
 
     def start(self, env: str, number: int = 0) -> Replica:
@@ -209,9 +215,9 @@ def _count(spans: str) -> int:
     return total
 
 
-def make_run(folder: Path, engine: Engine, *, envs: tuple[EnvSection, ...], schema: Schema = SCHEMA) -> Run:
-    """Creates run.json, a model folder and config.json."""
-    model = model_folder.make(folder / "model")
+def make_run(folder: Path, engine: HasUrl, *, envs: tuple[EnvSection, ...], schema: Schema = SCHEMA, model: Path | None = None) -> Run:
+    """Creates run.json, a model folder unless one is given, and config.json."""
+    model = model or model_folder.make(folder / "model")
     config = Config(
         run=RunSection(id="r1", root=str(folder), run_dir=str(folder / "r1"), fields=tuple(f.name for f in schema.fields)),
         model=ModelSection(path=str(model)),

@@ -1,10 +1,9 @@
 """A real vLLM, started by the role: its routed experts are those of a fresh prefill, also after new weights.
 
-Runs where ``FSREF_VLLM_PYTHON`` names an interpreter that has vLLM's CPU build 0.27.1. The capture plugin is taken from ``tools/``.
+This one has the middleware, so that every reply here says where its rows start; ``tests/envserver/test_vllm.py`` reads the native form.
 """
 
-import os
-import shutil
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +15,12 @@ import pytest
 from fsref.inference.model import make_model
 from fsref.wire.modelconfig import read_model_shape
 from fsref.wire.reply import Choice, decode_choice
-from tests.inference.processes import Role, free_port, role, write_config
+from tests.inference.processes import Role
+from tests.inference.vllm import PYTHON, VLLM_MARKS, install_plugin, serve_vllm, vllm_environment
 
-PYTHON = os.environ.get("FSREF_VLLM_PYTHON", "")
-PLUGIN = Path(__file__).parents[2] / "tools" / "vllm_cpu_capture"
 PROMPT = [(7 * n + 3) % 512 for n in range(40)]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON, reason="FSREF_VLLM_PYTHON names no interpreter that has vLLM"),
-]
+pytestmark = VLLM_MARKS
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +33,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def served(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Role]:
-    root = tmp_path_factory.mktemp("vllm")
-    source = shutil.copytree(PLUGIN, root / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
-    argv = [PYTHON, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(root / "plugin"), str(source)]
-    subprocess.run(argv, check=True)
-    config = write_config(
-        root / "config.json",
-        folders[0],
-        free_port(),
-        run={"fields": ["routed_experts", "top_logprobs"]},
-        sampling={"top_k": -1},
-        inference={"kind": "vllm", "python": PYTHON, "env": {"PYTHONPATH": str(root / "plugin")}},
-    )
-    with role(config) as running:
+    args = ("--middleware", "fsref.inference.middleware.RoutedExpertsMiddleware")
+    with serve_vllm(tmp_path_factory.mktemp("vllm"), folders[0], args=args) as running:
         yield running
 
 
@@ -60,8 +43,8 @@ def generate(served: Role, folder: Path, ids: list[int], **params: Any) -> Choic
     response = served.client.post("/inference/v1/generate", json=body)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
-    start = params.get("routed_experts_prompt_start", 0)
-    return decode_choice(choice, prompt_count=len(ids), start=start, head=8, model=read_model_shape(folder))
+    assert choice["routed_experts"]["start"] == params.get("routed_experts_prompt_start", 0)
+    return decode_choice(choice, prompt_count=len(ids), head=8, model=read_model_shape(folder))
 
 
 def rows(choice: Choice) -> Any:
@@ -103,3 +86,14 @@ def test_a_start_cuts_the_rows_and_heads_have_eight_entries(served: Role, folder
 def test_it_stops_on_sigterm(served: Role) -> None:
     served.stop()
     assert served.process.poll() is not None
+
+
+def test_outputs_of_an_engine_in_the_same_process_are_stored_and_read_back(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """No HTTP: ``payload_from_output``, writer and reader in vLLM's own process."""
+    argv = [PYTHON, "-m", "tests.inference.inprocess", str(folders[0]), str(tmp_path / "root"), str(tmp_path / "outcome.json")]
+    done = subprocess.run(
+        argv, env=vllm_environment(install_plugin(tmp_path)), capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "outcome.json").read_text())
+    assert found == {"completions": 3, "tokens": [30, 30, 40], "rows_equal": 97, "rows_missing": 3, "heads": 8 * (10 + 10 + 20)}
