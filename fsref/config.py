@@ -239,16 +239,44 @@ class StoreSection(Section, frozen=True, kw_only=True):
     """Fetched bytes that are not yet assembled, per process."""
     bytes_object_max: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)] = (1 << 32) - 1
     retries_max: Natural = 4
-    """Attempts after the first for a read that may heal."""
-    retry_s: Positive = 10.0
-    """Deadline over all attempts of one read."""
+    """Attempts after the first for an operation that may heal, with exponential back-off and jitter. A damaged read is tried once more."""
+    retry_s: Positive = 30.0
+    """No further attempt of one operation begins after this long."""
     fetch_deadline_s: Positive = 120.0
     """How long a trainer rank waits for the arrays of one step; what is missing then counts as unavailable."""
+    abandon_s: Positive = 5.0
+    """How long a closing reader waits for fetch threads; one that is stuck in the kernel is abandoned and counted."""
     prefetch_steps: Natural = 1
     """Steps fetched ahead of the one that trains."""
+    driver: Literal["auto", "obstore", "fsspec"] = "auto"
+    """Who moves bytes: ``auto`` takes plain files for folders, obstore for ``s3://`` and fsspec for every other URL."""
     endpoint: str = ""
-    """S3-compatible endpoint URL; credentials come from the environment or the instance, never from here."""
+    """S3-compatible endpoint URL; empty: AWS, or what the environment and the profile say. Credentials never stand in this file: they come
+    from the environment, the profile, a credentials file, or the instance's role."""
     region: str = ""
+    """Empty: what the environment and the profile say; ``us-east-1`` where an endpoint is set."""
+    profile: str = ""
+    """Profile of the AWS config and credentials files."""
+    credentials_file: str = ""
+    """Credentials file in AWS's format; empty: ``~/.aws/credentials``."""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """Whether the bucket stands in the path or in the host name; ``auto``: in the host name on AWS, else in the path."""
+    ca_file: str = ""
+    """PEM file of certificate authorities to trust besides the system's."""
+    proxy: str = ""
+    """HTTP proxy URL for object storage; ``environment`` takes the one of the environment variables. Empty: none, whatever they say."""
+    connections_max: Count = 64
+    """Requests to object storage in flight, per process."""
+    connect_s: Positive = 5.0
+    """How long a connection to object storage may take."""
+    stall_s: Positive = 10.0
+    """How long a reply of object storage may stand still; then the rest of it is asked for again."""
+    request_s: Positive = 120.0
+    """How long one request to object storage may take in all."""
+    bulk_delete: bool = True
+    """Remove up to 1,000 objects with one request; off for servers that have no DeleteObjects (Google's S3 interface)."""
+    versions: Literal["refuse", "delete"] = "refuse"
+    """A bucket that keeps old versions: ``refuse`` it, or ``delete`` each object's versions by id, at one more request per object."""
 
 
 class LedgerSection(Section, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import msgspec
 
 from fsref.config import StoreSection
 from fsref.errors import FsrefError, StoreError
-from fsref.store import Store, open_root
+from fsref.store import Store, open_root, probe
 from fsref.store.open import posix_root
 from fsref.store.posix import raise_mapped
 
@@ -152,6 +152,8 @@ def root_checks(root: str, *, settings: StoreSection | None = None) -> Iterator[
         with open_root(root, run=probe, settings=settings, create=True) as store:
             yield Check("root", "ok", f"{root} reached{f' ({filesystem(folder)})' if folder else ''}", time.perf_counter() - start)
             yield from _store_checks(store)
+            if store.posix_path is None:
+                yield capabilities(store)
             if folder is not None:
                 yield from _posix_checks(folder / probe)
     except FsrefError as e:
@@ -196,6 +198,18 @@ def _store_checks(store: Store) -> Iterator[Check]:
     yield _timed("read", "the same bytes read back", read)
     yield _timed("list", "the object is listed", find)
     yield _timed("delete", "the object is removed", remove)
+
+
+def capabilities(store: Store) -> Check:
+    """What an object store or other filesystem really does; what is missing is named with what follows from it."""
+    start = time.perf_counter()
+    try:
+        found = probe(store)
+    except FsrefError as e:
+        return Check("capabilities", "failed", str(e))
+    done = f"create-only put, listing after write, removal of {found.bulk_delete_max} at a time, versioning {found.versioning}"
+    lacking = found.shortcomings()
+    return Check("capabilities", "ok" if found.usable else "failed", "; ".join(lacking) or done, time.perf_counter() - start)
 
 
 def _posix_checks(folder: Path) -> Iterator[Check]:

@@ -67,7 +67,7 @@ def _name(object_id: str) -> str:
 
 def _delete_names(store: Store, names: list[str], *, threads: int) -> dict[str, Deletion | StoreError]:
     """Slices of the names side by side. Daemon threads, so that one that is stuck in the kernel keeps no process from its end."""
-    size = max(SLICE_IDS_MIN, -(-len(names) // max(1, threads)))
+    size = max(SLICE_IDS_MIN, store.bulk_delete_max, -(-len(names) // max(1, threads)))
     slices = [names[at : at + size] for at in range(0, len(names), size)]
     outcomes: dict[str, Deletion | StoreError] = {}
     bugs: list[Exception] = []

@@ -1,7 +1,8 @@
 """The contract of a store: what every backend implements, the least of it.
 
 A name is a ``/``-separated path below the run's root, made of parts that match ``[A-Za-z0-9._=-]+`` (no ``..``); the store refuses
-others with ``BadRef`` before any I/O. Every failure is a ``StoreError`` subclass; anything else is a bug of the backend.
+others with ``BadRef`` before any I/O. Every failure is a ``StoreError`` subclass; anything else is a bug of the backend. Removal tells
+what became of each name; on S3 an absent key counts as removed, so outcomes say nothing about what existed.
 """
 
 import abc
@@ -9,7 +10,7 @@ import enum
 import re
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from fsref.errors import BadRef, StoreError
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
 Durability = Literal["node", "process"]
+Versioning = Literal["none", "off", "suspended", "on", "unknown"]
+"""Whether removed objects live on as old versions; ``none``: the backend has no such thing."""
 
 _PART: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}", re.ASCII)
 NAME_MAX: Final = 512
@@ -41,7 +44,9 @@ class Deletion(enum.Enum):
     """What a removal found."""
 
     DONE = "done"
+    """It is gone. Where the backend does not tell (S3), this includes what was not there."""
     ABSENT = "absent"
+    """It was not there."""
 
 
 class ObjectFile(abc.ABC):
@@ -55,7 +60,8 @@ class ObjectFile(abc.ABC):
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Fills ``out`` (uint8, contiguous) from ``offset``; safe from several threads.
 
-        Raises ``ObjectCorrupt`` if the object ends before ``out`` is full; never leaves a part of it unset in silence.
+        Raises ``ObjectCorrupt`` if the object ends before ``out`` is full, or has another size than it was opened with; ``ObjectMissing``
+        where the backend looks for the object only now; never leaves a part of ``out`` unset in silence.
         """
 
     @abc.abstractmethod
@@ -75,12 +81,22 @@ class Store(abc.ABC):
     """For people; without credentials."""
     posix_path: str | None = None
     """The root as a local path, where it is one."""
+    bulk_delete_max: int = 1
+    """Names that one removal request takes; callers that split work keep their pieces at least this large."""
+    create_only: bool = False
+    """Whether ``put`` asks the backend itself to refuse a taken name, so that it holds between processes. ``capabilities.probe`` finds
+    out whether the backend honours it."""
+    versioning: Versioning = "none"
+    retries_itself: bool = False
+    """Whether a ``StoreUnavailable`` from this store was retried inside, as the config says; callers then give up at once."""
 
     @abc.abstractmethod
     def put(self, name: str, buffers: Sequence[Buffer], *, durability: Durability = "node") -> None:
         """Publishes a new object atomically: readers see all of it or nothing, and no staging file stays after an error.
 
         Raises ``ObjectExists`` if the name is taken (names are never reused), ``StoreFull``, ``StoreDenied``, ``StoreUnavailable``.
+        After ``StoreUnavailable`` the object may be there or not. On object stores a name that holds the very same bytes counts as
+        published by this call (its reply was lost before): what processes race for must say in its bytes who put it.
         """
 
     @abc.abstractmethod
@@ -88,12 +104,19 @@ class Store(abc.ABC):
         """Publishes a small control file atomically and durably, over an older one if there is one."""
 
     @abc.abstractmethod
-    def open(self, name: str) -> ObjectFile:
-        """Opens an object for ranged reads; raises ``ObjectMissing``."""
+    def open(self, name: str, *, byte_count: int | None = None) -> ObjectFile:
+        """Opens an object for ranged reads; raises ``ObjectMissing``.
+
+        ``byte_count`` is the object's size where the caller knows it. Backends for which asking costs a request do not ask then:
+        absence (``ObjectMissing``) and another size (``ObjectCorrupt``) show at the first read.
+        """
 
     @abc.abstractmethod
     def delete(self, names: Sequence[str]) -> dict[str, Deletion | StoreError]:
-        """Removes objects one by one; the outcome of each is in the result, nothing is raised for one that failed."""
+        """Removes objects; the outcome of each name is in the result, nothing is raised for one that failed.
+
+        A ``StoreError`` as outcome: it is not known to be gone. Backends with bulk removal read the reply's per-key errors.
+        """
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Entry]:
@@ -113,6 +136,9 @@ class Store(abc.ABC):
             out = np.empty(file.byte_count, np.uint8)
             file.read_into(0, out)
             return out.tobytes()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a store holds connections and may hold credentials, so it is not pickled: open one per process, with open_root")
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from fsref.config import StoreSection
 from fsref.errors import ConfigError
 from fsref.refs import check_run
 from fsref.store.base import Store
+from fsref.store.credentials import Credentials
 from fsref.store.filesystem import FilesystemStore
 from fsref.store.objectstorage import ObjectStorageStore
 from fsref.store.posix import PosixStore
@@ -21,20 +22,28 @@ def posix_root(url: str) -> Path | None:
     return None
 
 
-def open_root(url: str, *, run: str, settings: StoreSection | None = None, create: bool = False) -> Store:
+def open_root(
+    url: str, *, run: str, settings: StoreSection | None = None, create: bool = False, credentials: Credentials | None = None
+) -> Store:
     """The store of ``<url>/<run>``. ``url`` is the reader's own setting, never a part of a message.
 
-    ``create`` makes the folder where the backend has folders. Raises ``ConfigError`` for a URL that no backend serves,
-    ``StoreError`` if the root cannot be reached.
+    ``create`` makes the folder where the backend has folders. ``credentials`` are keys that the calling program holds itself, for S3;
+    without them the environment, the profile, the credentials file or the instance's role give them. Raises ``ConfigError`` for a URL
+    that no backend serves or a bucket that cannot hold a run, ``StoreError`` if the root cannot be reached.
     """
     check_run(run)
     if not url:
         raise ConfigError("run.root is empty: name a folder or an fsspec URL")
+    chosen = settings or StoreSection()
     path = posix_root(url)
+    if chosen.driver == "fsspec":
+        base = url if path is None else f"file://{path.absolute()}"
+        return FilesystemStore(f"{base.rstrip('/')}/{run}", settings=chosen, credentials=credentials)
     if path is not None:
         return PosixStore(path / run, create=create)
     whole = f"{url.rstrip('/')}/{run}"
     if url.startswith("s3://"):
-        chosen = settings or StoreSection()
-        return ObjectStorageStore(whole, endpoint=chosen.endpoint, region=chosen.region)
-    return FilesystemStore(whole)
+        return ObjectStorageStore(whole, settings=chosen, credentials=credentials)
+    if chosen.driver == "obstore":
+        raise ConfigError(f'store.driver = "obstore" serves s3:// roots only, not {whole.partition("://")[0]}://')
+    return FilesystemStore(whole, settings=chosen)

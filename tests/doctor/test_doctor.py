@@ -30,7 +30,7 @@ def test_a_root_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
 
 def test_other_stores_are_tried_through_the_same_seam() -> None:
     checks = list(root_checks("memory://fsref-doctor-test"))
-    assert [c.name for c in checks] == ["root", "publish", "read", "list", "delete"]
+    assert [c.name for c in checks] == ["root", "publish", "read", "list", "delete", "capabilities"]
     assert not failed(checks), checks
 
 

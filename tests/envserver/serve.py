@@ -48,8 +48,8 @@ class ControlledStore(Store):
     def replace(self, name: str, data: bytes) -> None:
         self.inner.replace(name, data)
 
-    def open(self, name: str) -> ObjectFile:
-        return self.inner.open(name)
+    def open(self, name: str, *, byte_count: int | None = None) -> ObjectFile:
+        return self.inner.open(name, byte_count=byte_count)
 
     def delete(self, names: Sequence[str]) -> Any:
         return self.inner.delete(names)

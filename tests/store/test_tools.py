@@ -116,7 +116,7 @@ def test_the_faulty_store_breaks_one_operation_and_passes_the_others() -> None:
         with pytest.raises(ObjectMissing):
             store.open("b")
         assert list(store.list("x")) == []
-        store.create_only = False
+        store.honours_create_only = False
         store.put("b", [b"3"])
         store.clear()
         assert store.read("b", bytes_max=9) == b"3"

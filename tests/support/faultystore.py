@@ -79,8 +79,10 @@ class FaultyStore(Store):
         self.calls: Counter[str] = Counter()
         self.hidden: set[str] = set()
         """Names that exist but are not seen yet: opening says missing, listings leave them out. Remove a name to show it."""
-        self.create_only = True
+        self.honours_create_only = True
         """False: ``put`` overwrites what is there, as a server does that ignores If-None-Match."""
+        self.create_only, self.bulk_delete_max = True, inner.bulk_delete_max
+        self.versioning, self.retries_itself = inner.versioning, inner.retries_itself
         self._lock = threading.Lock()
 
     def fail(self, operation: Operation, error: StoreError, **options: object) -> Fault:
@@ -102,11 +104,11 @@ class FaultyStore(Store):
                 fault.gate.release()
         self.faults.clear()
         self.hidden.clear()
-        self.create_only = True
+        self.honours_create_only = True
 
     def put(self, name: str, buffers: Sequence[Buffer], *, durability: Durability = "node") -> None:
         fault = self._before("put", name)
-        if not self.create_only:
+        if not self.honours_create_only:
             self.inner.replace(name, b"".join(bytes(memoryview(b).cast("B")) for b in buffers))
         else:
             self.inner.put(name, buffers, durability=durability)
@@ -117,11 +119,11 @@ class FaultyStore(Store):
         self.inner.replace(name, data)
         _after(fault)
 
-    def open(self, name: str) -> "FaultyFile":
+    def open(self, name: str, *, byte_count: int | None = None) -> "FaultyFile":
         fault = self._before("open", name)
         if name in self.hidden:
             raise ObjectMissing(f"{name} is not visible yet")
-        file = FaultyFile(self, self.inner.open(name))
+        file = FaultyFile(self, self.inner.open(name, byte_count=byte_count))
         _after(fault)
         return file
 
