@@ -27,6 +27,7 @@ VERSION: Final = 1
 _File = TypeVar("_File", "StepInfo", "RankFile")
 BYTES_MAX: Final = 1 << 30
 _INFO: Final = re.compile(r"steps/step_([0-9]{6,9})/STEP\.json", re.ASCII)
+INFO_BYTES_MAX: Final = 16 << 20
 
 
 class SampleSequence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -156,7 +157,7 @@ def publish(store: Store, info: StepInfo, rank_files: Sequence[bytes]) -> None:
 
 def read_info(store: Store, step: int) -> StepInfo:
     """``STEP.json`` of a step; ``ObjectMissing`` if it was not published."""
-    return _decode(store.read(info_name(step), bytes_max=BYTES_MAX), StepInfo, info_name(step), json=True)
+    return _decode(store.read(info_name(step), bytes_max=INFO_BYTES_MAX), StepInfo, info_name(step), json=True)
 
 
 def published(store: Store) -> list[int]:
@@ -195,7 +196,7 @@ def wait(store: Store, step: int, *, deadline_s: float, poll_s: float = 0.05) ->
 def read_rank(store: Store, info: StepInfo, data_rank: int) -> RankFile:
     """One rank's file, checked against the digest and the identity in ``info``; raises ``StepError`` for a mismatch."""
     name = rank_file_name(info.step, data_rank)
-    if not 0 <= data_rank < info.data_ranks:
+    if not 0 <= data_rank < min(info.data_ranks, len(info.digests)):
         raise StepError(
             f"{step_name(info.step)} has {info.data_ranks} data ranks, rank {data_rank} was asked for: check trainer.parallel.data"
         )
@@ -220,7 +221,7 @@ def check_counts(info: StepInfo, ranks: Sequence[RankFile]) -> None:
 def _decode(data: bytes, kind: type[_File], name: str, *, json: bool) -> _File:
     try:
         out = msgspec.json.decode(data, type=kind) if json else msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError) as e:
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
         raise StepError(f"{name} cannot be read: {e}") from e
     if out.v != VERSION:
         raise StepError(f"{name} has format {out.v}, this version reads {VERSION}")

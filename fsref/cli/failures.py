@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from fsref.errors import ConfigError, FsrefError
+from fsref.redact import guard_logging, redact, visible
 
 _log: Final = logging.getLogger("fsref.cli")
 BROKEN_PIPE: Final = 141
@@ -45,7 +46,7 @@ def exit_code(error: FsrefError) -> int:
 def one_line(error: BaseException) -> str:
     """The message on one line; the builtin parents of our classes must not turn it into ``[Errno ...]`` or quotes."""
     text = " ".join(str(a) for a in error.args if not isinstance(a, int) or a not in errno.errorcode) or str(error)
-    return " ".join(text.split()) or type(error).__name__
+    return visible(redact(" ".join(text.split()))) or type(error).__name__
 
 
 def set_up_logging(*, verbose: bool, level: int = logging.INFO) -> None:
@@ -55,6 +56,7 @@ def set_up_logging(*, verbose: bool, level: int = logging.INFO) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    guard_logging()
     if verbose:
         for noisy in ("asyncio", "httpcore", "httpx", "urllib3", "numba", "matplotlib"):
             logging.getLogger(noisy).setLevel(logging.INFO)

@@ -14,6 +14,7 @@ from fsref.errors import FsrefError
 from fsref.inspection.find import Place, find_run
 from fsref.journal import RunInfo, read_run
 from fsref.reaper import Audit, audit, close_run, recover
+from fsref.redact import visible
 from fsref.store import Store
 
 NO_VERDICT: Final = 2
@@ -69,6 +70,6 @@ def _judged(run: str, act: Callable[[Place, Store, RunInfo], Audit], *, json: bo
     except FsrefError as e:
         tell(e)  # exit code 1 would read as VIOLATED
         return NO_VERDICT
-    text = msgspec.json.format(msgspec.json.encode(found.to_json()), indent=1).decode() if json else "\n".join(found.render())
+    text = msgspec.json.format(msgspec.json.encode(found.to_json()), indent=1).decode() if json else "\n".join(map(visible, found.render()))
     sys.stdout.write(text + "\n")
     return found.exit_code

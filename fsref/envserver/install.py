@@ -18,6 +18,7 @@ from fsref.envserver.broker import KeepingPool
 from fsref.envserver.resources import Settings, section
 from fsref.envserver.worker import KeepingServer
 from fsref.episodes.source import plugin_id
+from fsref.redact import guard_logging
 
 ARRAYS: Final = ("routed_experts", "sampling_mask", "top_logprobs")
 """Fields of a node that never cross the wire, whoever put them there."""
@@ -32,6 +33,7 @@ def install(settings: Settings) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     if not logging.getLogger().handlers:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+    guard_logging()
     table = section(parse(settings.config_json), settings.env)
     for name in filter(None, (table.taskset, table.env_id)):
         plugin_id(name)  # a spawned worker resolves it right after this call

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import BadRef
-from fsref.refs import PayloadRef
+from fsref.refs import BYTES_OBJECT_MAX, PayloadRef, split_object_id
 
 KEY: Final = "fsref"
 """Where references travel: ``trace.info[KEY]`` and ``RunResponse.head[KEY]``."""
@@ -104,9 +104,11 @@ def training_branches(trace: Any) -> Iterator[Branch]:
             )
 
 
-def branch_samples(trace: Any) -> list[BranchSample]:
-    """The samples of a trace from the wire, with the references that its env server left; raises ``BadRef`` if those are malformed."""
-    refs = branch_refs(trace.info)
+def branch_samples(trace: Any, *, run: str) -> list[BranchSample]:
+    """The samples of a trace from the wire, with the references that its env server left; raises ``BadRef`` if those are malformed or
+    of another run.
+    """
+    refs = branch_refs(trace.info, run=run)
     return [
         BranchSample(
             trace_id=b.trace_id,
@@ -144,13 +146,18 @@ def info_of(run: str, refs: Mapping[int, PayloadRef]) -> dict[str, Any]:
     return {"v": VERSION, "run": run, "branches": {str(index): ref.to_json() for index, ref in refs.items()}}
 
 
-def branch_refs(info: Mapping[str, Any]) -> dict[int, PayloadRef]:
-    """Inverse of ``info_of`` on a trace's whole info: references by branch index, none if there are none. Raises ``BadRef``."""
+def branch_refs(info: Mapping[str, Any], *, run: str) -> dict[int, PayloadRef]:
+    """Inverse of ``info_of`` on a trace's whole info: references by branch index, none if there are none.
+
+    Raises ``BadRef`` for anything malformed, and for references of another run than ours: a name means something in its own run only.
+    """
     found = info.get(KEY)
     if found is None:
         return {}
     if not isinstance(found, Mapping) or found.get("v") != VERSION or not isinstance(found.get("branches"), Mapping):
         raise BadRef(f"trace.info[{KEY!r}] is not of version {VERSION}: {found!r:.80}")
+    if found.get("run") != run:
+        raise BadRef(f"trace.info[{KEY!r}] is of run {found.get('run')!r:.140}, this is run {run!r}")
     refs = {}
     for index, ref in found["branches"].items():
         if not (isinstance(index, str) and index.isascii() and index.isdigit()):
@@ -170,9 +177,21 @@ def head_objects(head: Mapping[str, Any] | None) -> dict[str, int]:
     if found is None:
         return {}
     try:
-        return {str(o): int(b) for o, b in zip(found["objects"], found["bytes"], strict=True)}
+        pairs = list(zip(found["objects"], found["bytes"], strict=True))
+        objects = {_producers_id(o): b for o, b in pairs}
     except (KeyError, TypeError, ValueError) as e:
         raise BadRef(f"the reply's head[{KEY!r}] is malformed: {found!r:.80}") from e
+    if len(objects) != len(pairs) or not all(type(b) is int and 0 < b <= BYTES_OBJECT_MAX for b in objects.values()):
+        raise BadRef(f"the reply's head[{KEY!r}] names an object twice, or one of an impossible size: {found!r:.80}")
+    return objects
+
+
+def _producers_id(object_id: Any) -> str:
+    """An object id that an env server may give out; raises ``BadRef`` (a ``ValueError``) or ``TypeError``."""
+    inc, _ = split_object_id(object_id)
+    if not inc.startswith("env."):
+        raise BadRef(f"{object_id} is not an env server's")
+    return str(object_id)
 
 
 def _join(parts: Iterable[Any], dtype: Any) -> NDArray[Any]:

@@ -88,9 +88,9 @@ class _Replica:
 class EpisodeClient:
     """Runs episodes of one ``[[env]]`` source. Start it, close it; a context manager. One event loop."""
 
-    def __init__(self, *, env: EnvSection, envs_dir: Path, run_uuid: str, abandoned: Abandoned) -> None:
+    def __init__(self, *, env: EnvSection, envs_dir: Path, run: str, run_uuid: str, abandoned: Abandoned) -> None:
         """``abandoned(request_id, {object id: bytes})`` is called on the event loop for a reply that arrived and is not returned."""
-        self._env, self._envs_dir, self._run_uuid, self._abandoned = env, envs_dir, run_uuid, abandoned
+        self._env, self._envs_dir, self._run, self._run_uuid, self._abandoned = env, envs_dir, run, run_uuid, abandoned
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Condition()
         self._wait_s = 120.0
@@ -147,7 +147,13 @@ class EpisodeClient:
             replica.finished += 1
         try:
             return _episode(
-                found, request_id=request_id, objects=objects, task=task, replica=replica.label, wall_s=time.monotonic() - start
+                found,
+                run=self._run,
+                request_id=request_id,
+                objects=objects,
+                task=task,
+                replica=replica.label,
+                wall_s=time.monotonic() - start,
             )
         except BadRef:
             self._abandoned(request_id, objects)
@@ -300,9 +306,9 @@ def _failed(task: Task, replica: str, error: str, wall_s: float) -> Episode:
     return Episode(request_id="", replica=replica, task=task, ok=False, errors=(error,), traces=(), samples=(), objects={}, wall_s=wall_s)
 
 
-def _episode(found: Any, *, request_id: str, objects: Mapping[str, int], task: Task, replica: str, wall_s: float) -> Episode:
+def _episode(found: Any, *, run: str, request_id: str, objects: Mapping[str, int], task: Task, replica: str, wall_s: float) -> Episode:
     traces = tuple(trace_result(t) for t in found.traces)
-    samples = tuple(s for t in found.traces for s in branch_samples(t)) if found.ok else ()
+    samples = tuple(s for t in found.traces for s in branch_samples(t, run=run)) if found.ok else ()
     named = {o for s in samples if s.ref is not None for o in s.ref.object_ids}
     if not named <= set(objects):
         raise BadRef(f"episode of request {request_id}: references name {sorted(named - set(objects))[:3]}, which the reply does not list")

@@ -22,7 +22,7 @@ from fsref.failpoints import failpoint
 from fsref.journal import identity
 from fsref.journal.place import Ledger
 from fsref.ledger import records
-from fsref.ledger.ids import pack_known, pack_parts
+from fsref.ledger.ids import IDS_PART_MAX, pack_known, pack_parts
 from fsref.ledger.records import AnyRecord, encode_line
 from fsref.refs import check_incarnation
 from fsref.store.posix import raise_mapped, rename_known, share
@@ -234,7 +234,7 @@ def parts_of(make: Callable[[dict[str, str], tuple[int, int] | None], AnyRecord]
     """The record of a set of checked ids; where it does not fit one line, one record per piece, numbered by ``part``."""
     if len(object_ids) <= SMALL_SET_MAX:
         return [make(pack_known(object_ids), None)]
-    sets = pack_parts(object_ids, bytes_max=BYTES_PART_MAX)
+    sets = pack_parts(object_ids, ids_max=IDS_PART_MAX, bytes_max=BYTES_PART_MAX)
     if len(sets) > records.PARTS_MAX:
         raise LedgerError(f"a set over {len(sets)} records is above the limit of {records.PARTS_MAX}")
     if len(sets) == 1:

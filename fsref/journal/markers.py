@@ -160,7 +160,7 @@ def _link(staging: Path, path: Path, data: bytes) -> None:
 
 def _read(path: Path) -> Marker:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO in its place must not stop us
     except FileNotFoundError as e:
         raise ObjectMissing(f"{path} is not there") from e
     except OSError as e:

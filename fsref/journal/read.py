@@ -12,9 +12,10 @@ from typing import Final
 
 from fsref.errors import BadRef, JournalCorrupt, RunMismatch, StoreUnavailable
 from fsref.journal.place import Ledger
-from fsref.ledger.fold import JournalFold
+from fsref.ledger.fold import IDS_BYTE_MAX, IDS_FREE, JournalFold
 from fsref.ledger.lines import LineReader
 from fsref.ledger.merge import RunFold
+from fsref.redact import visible
 from fsref.refs import check_incarnation
 
 CHUNK_BYTES: Final = 1 << 20
@@ -63,7 +64,7 @@ class LedgerReader:
             try:
                 inc = check_incarnation(stem)
             except BadRef:
-                self.problems.append(f"{self._folder / name} is not named after an incarnation")
+                self.problems.append(f"{self._folder / visible(name)} is not named after an incarnation")
                 continue
             if suffix == "jnl":
                 self._read(inc, self._folder / name)
@@ -121,18 +122,26 @@ class LedgerReader:
 
     def _read_new(self, journal: OpenJournal, fd: int) -> None:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size > JOURNAL_BYTES_MAX:
-            raise JournalCorrupt(f"it is not a regular file of at most {JOURNAL_BYTES_MAX} bytes")
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_size > JOURNAL_BYTES_MAX:
+            raise JournalCorrupt(f"it is not a regular file with one name and at most {JOURNAL_BYTES_MAX} bytes")
         if info.st_size < journal.lines.size:
             raise JournalCorrupt(f"it had {journal.lines.size} bytes and has {info.st_size} now: it was truncated")
         if journal.problem:
             return
+        self._check_named()
         os.lseek(fd, journal.lines.size, os.SEEK_SET)
         while chunk := os.read(fd, CHUNK_BYTES):
             for offset, record in journal.lines.feed(chunk):
                 journal.fold.feed(offset, record)
                 if offset == 0:
                     self._check_run(journal.fold)
+            self._check_named()
+
+    def _check_named(self) -> None:
+        """Many small journals that each name as many ids as one may are no honest ledger either."""
+        named = sum(j.fold.ids_named for j in self.journals.values())
+        if named > IDS_FREE + IDS_BYTE_MAX * sum(j.lines.size for j in self.journals.values()):
+            raise JournalCorrupt(f"the journals up to here name {named} ids, more than their size explains")
 
     def _check_run(self, fold: JournalFold) -> None:
         if self._run_uuid is not None and fold.open is not None and fold.open.run_uuid != self._run_uuid:

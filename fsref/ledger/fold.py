@@ -13,8 +13,12 @@ from fsref.ledger.ids import IDS_RECORD_MAX, unpack, unpack_seqs
 from fsref.ledger.records import VERSION, Adopt, AnyRecord, Close, Done, Drop, Keep, Open, Ship, StepRecord, Take
 from fsref.refs import check_incarnation
 
-IDS_JOURNAL_MAX: Final = 1 << 26
+IDS_JOURNAL_MAX: Final = 1 << 30
 """Ids that one journal may name, counted with repetition."""
+IDS_FREE: Final = 1 << 21
+IDS_BYTE_MAX: Final = 128
+"""So many ids for each byte of the journal, beyond ``IDS_FREE``: ranges are short and ids cost memory. Writers put at most
+``IDS_PART_MAX`` ids into a line, so an honest journal stays below."""
 VOID_SEQS_MAX: Final = 1 << 20
 """Sequence numbers are dense: so many may be minted without a keep, more is no honest journal."""
 SeqMap = dict[str, dict[int, Any]]
@@ -100,7 +104,10 @@ class JournalFold:
         """What the close says never held an object."""
         self.repeats: list[tuple[str, str, int, int]] = []
         """(predicate, id, first offset, second offset): what this journal does twice."""
-        self._ids_left = ids_max
+        self.ids_named = 0
+        """With repetition: what the fold costs."""
+        self._ids_max = ids_max
+        self._offset = 0
         self._parts: list[tuple[int, AnyRecord]] = []
 
     @property
@@ -110,6 +117,7 @@ class JournalFold:
 
     def feed(self, offset: int, record: AnyRecord) -> None:
         """Adds one record. Raises ``JournalCorrupt``."""
+        self._offset = offset
         if self.open is None or self.close is not None or isinstance(record, Open):
             self._check_order(offset, record)
         part = getattr(record, "part", None)
@@ -154,9 +162,9 @@ class JournalFold:
         return ids
 
     def _spend(self, count: int) -> None:
-        self._ids_left -= count
-        if self._ids_left < 0:
-            raise JournalCorrupt(f"{self.inc}: names more ids than the limit")
+        self.ids_named += count
+        if self.ids_named > min(self._ids_max, IDS_FREE + IDS_BYTE_MAX * self._offset):
+            raise JournalCorrupt(f"{self.inc}: names {self.ids_named} ids in {self._offset} bytes, more ids than the limit")
 
     def _open(self, _: int, record: Open) -> None:
         self.open = record

@@ -15,6 +15,8 @@ from fsref.refs import SEQ_MAX, check_incarnation
 
 IDS_RECORD_MAX: Final = 65_536
 """Ids that one record may expand to; writers split larger sets over parts."""
+IDS_PART_MAX: Final = 8192
+"""Ids that a writer puts into one record of several, so that no honest journal names more of them for its size than a reader believes."""
 BYTES_SET_MAX: Final = 60_000
 """Bytes of one packed set; with its record it stays below the line limit."""
 PRODUCERS_RECORD_MAX: Final = 4096

@@ -39,7 +39,7 @@ Ids = dict[str, str]
 class Record(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
     """Base of every record."""
 
-    ms: Unsigned
+    ms: Natural
     """Wall clock in milliseconds, for people only."""
 
 
@@ -64,7 +64,7 @@ class Keep(Record, frozen=True, tag="keep"):
     s: Seq
     b: Annotated[int, Meta(ge=1, le=BYTES_OBJECT_MAX)]
     """Bytes."""
-    x: Unsigned
+    x: Natural
     """Checksum of the whole object."""
     n: Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
     """Tokens."""
@@ -211,6 +211,8 @@ def decode_line(line: bytes) -> AnyRecord:
         raise JournalCorrupt(f"drop reason {record.r!r} is not one of {sorted(REASONS)}")
     if isinstance(record, Drop | Done) and record.steps is not None and (record.i or record.steps[0] > record.steps[1]):
         raise JournalCorrupt(f"a record names steps {record.steps} that are not ascending, or ids as well")
+    if isinstance(record, Ship | StepRecord) and record.sum >> 64:
+        raise JournalCorrupt(f"a sum of {record.sum.bit_length()} bits, 64 are read")
     if isinstance(record, StepRecord) and not MISS_CLASSES.issuperset(record.miss):
         raise JournalCorrupt(f"failure classes {sorted(record.miss)} are not of {sorted(MISS_CLASSES)}")
     return record

@@ -100,7 +100,7 @@ def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody) -> 
     def abandoned(request_id: str, objects: Mapping[str, int]) -> None:
         custody.drop(custody.take(request_id, objects), Reason.LATE)
 
-    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run_uuid=info.run_uuid, abandoned=abandoned)
+    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run=info.run, run_uuid=info.run_uuid, abandoned=abandoned)
 
 
 async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None:

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Sequence
 from time import monotonic
+from typing import Final
 
 from fsref.config import LedgerSection
 from fsref.errors import Fenced, FsrefError, StoreError
@@ -20,6 +21,9 @@ from fsref.ledger.ids import ids_of, pack, pack_known
 from fsref.reaper.backlog import Backlog
 from fsref.reaper.delete import Outcome, back_off_s, delete_once
 from fsref.store.base import Store
+
+IDS_SET_MAX: Final = 1 << 20
+"""Ids that are decided about in one set of records."""
 
 
 class Deleter:
@@ -172,11 +176,13 @@ def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[
 
 
 def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reason) -> None:
-    """Appends ``drop`` for ids; splits where they do not fit one record."""
+    """Appends ``drop`` for ids; splits where they do not fit one record, and a huge set into several that take effect one by one."""
     if len(object_ids) <= SMALL_SET_MAX:
         journal.append(records.Drop(now_ms(), reason, pack_known(object_ids)))
         return
-    journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), object_ids))
+    for at in range(0, len(object_ids), IDS_SET_MAX):
+        some = object_ids[at : at + IDS_SET_MAX]
+        journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), some))
 
 
 def _within(piece: dict[str, str], absent: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import re
 from typing import Final
 
 from fsref.ledger.predicates import StoreView
+from fsref.redact import visible
 from fsref.refs import INCARNATION_PATTERN
 from fsref.store.base import Store
 
@@ -20,5 +21,5 @@ def list_objects(store: Store, prefix: str = "obj") -> StoreView:
         if match := _OBJECT.fullmatch(entry.name):
             present.setdefault(match[1], set()).add(int(match[2]))
         else:
-            (staging if _STAGING.fullmatch(entry.name) else foreign).append(entry.name)
+            (staging if _STAGING.fullmatch(entry.name) else foreign).append(visible(entry.name))
     return StoreView(present, tuple(staging), tuple(foreign))

@@ -253,7 +253,9 @@ def with_client(
 
     async def go() -> Any:
         table = next(e for e in run.config.env if e.name == env)
-        async with EpisodeClient(env=table, envs_dir=run.folder / "envs", run_uuid=run.info.run_uuid, abandoned=note) as client:
+        async with EpisodeClient(
+            env=table, envs_dir=run.folder / "envs", run=run.info.run, run_uuid=run.info.run_uuid, abandoned=note
+        ) as client:
             await client.start(deadline_s=DEADLINE_S)
             async with asyncio.timeout(DEADLINE_S):
                 return await body(client)

@@ -72,7 +72,9 @@ def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(
 def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:
     async def go() -> None:
         table = next(e for e in run.config.env if e.name == "brief")
-        async with EpisodeClient(env=table, envs_dir=run.folder / "none", run_uuid=run.info.run_uuid, abandoned=lambda *_: None) as client:
+        async with EpisodeClient(
+            env=table, envs_dir=run.folder / "none", run=run.info.run, run_uuid=run.info.run_uuid, abandoned=lambda *_: None
+        ) as client:
             await client.start(deadline_s=0.3)
 
     with pytest.raises(ReplicaDown, match=r"env 'brief': 1 replicas needed within 0.3 s, found none at .*/none/train/brief"):

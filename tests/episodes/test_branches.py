@@ -95,7 +95,7 @@ def ref(number: int, token_count: int = 8) -> PayloadRef:
 def test_samples_from_the_wire_have_their_references_and_equal_the_live_branches() -> None:
     live = trace(*FORK)
     live.info["fsref"] = info_of("r1", {0: ref(0), 1: ref(1)})
-    samples = branch_samples(WireTrace.model_validate(live.model_dump(mode="json", context={"float_decimals": None})))
+    samples = branch_samples(WireTrace.model_validate(live.model_dump(mode="json", context={"float_decimals": None})), run="r1")
     assert [s.ref for s in samples] == [ref(0), ref(1)]
     assert [s.name for s in samples] == ["t/0", "t/1"]
     for sample, branch in zip(samples, training_branches(live), strict=True):
@@ -105,7 +105,7 @@ def test_samples_from_the_wire_have_their_references_and_equal_the_live_branches
 
 
 def test_a_plain_server_leaves_samples_without_references() -> None:
-    assert [s.ref for s in branch_samples(trace(*FORK))] == [None, None]
+    assert [s.ref for s in branch_samples(trace(*FORK), run="r1")] == [None, None]
 
 
 def test_a_summary_has_no_tokens() -> None:
@@ -116,20 +116,37 @@ def test_a_summary_has_no_tokens() -> None:
     assert (result.reward, result.metrics, result.turns, result.sampled_tokens, result.ok) == (0.25, {"length": 3.0}, 3, 4, True)
 
 
+def reference(object_id: str) -> list[Any]:
+    """A reference to another object, as an env server that lies would send it."""
+    found = ref(0).to_json()
+    found[4][0][0] = object_id
+    return found
+
+
+HOSTILE_IDS = [
+    "../../etc/passwd", "/etc/passwd", "%2e%2e/0", "file:///etc/passwd", "http://127.0.0.1/x", "simplecache::file:///etc/hostname",
+    "env.x.0123456789abcdef/../0", "env.x.0123456789abcdef/0\x00", "env.x.0123456789abcdef/0\n", "env.x.0123456789abcdef/00", "A" * 10_000,
+    "fsref:r2/env.x.0123456789abcdef/0", "env.x.0123456789abcdef", "", "s3://bucket/key", "env.\u0430.0123456789abcdef/0",
+]  # fmt: skip
+
 MALFORMED: list[Any] = [
     [],
-    {"v": 2, "branches": {}},
-    {"v": 1},
-    {"v": 1, "branches": {"x": []}},
-    {"v": 1, "branches": {"0": [1]}},
-    {"v": 1, "branches": {"-1": []}},
+    {"v": 2, "run": "r1", "branches": {}},
+    {"v": 1, "run": "r1"},
+    {"v": 1, "run": "r1", "branches": {"x": []}},
+    {"v": 1, "run": "r1", "branches": {"0": [1]}},
+    {"v": 1, "run": "r1", "branches": {"-1": []}},
+    {"v": 1, "run": "r2", "branches": {"0": ref(0).to_json()}},
+    {"v": 1, "branches": {"0": ref(0).to_json()}},
+    *({"v": 1, "run": "r1", "branches": {"0": reference(i)}} for i in HOSTILE_IDS),
 ]
 
 
+@pytest.mark.fault(54)
 @pytest.mark.parametrize("info", MALFORMED)
 def test_a_malformed_info_is_refused(info: object) -> None:
     with pytest.raises(BadRef):
-        branch_refs({"fsref": info})
+        branch_refs({"fsref": info}, run="r1")
 
 
 def test_the_head_of_a_reply_lists_objects_with_their_bytes() -> None:
@@ -139,7 +156,19 @@ def test_the_head_of_a_reply_lists_objects_with_their_bytes() -> None:
     assert head_objects(None) == {}
 
 
-@pytest.mark.parametrize("head", [1, {}, {"objects": ["a"], "bytes": []}, {"objects": 1, "bytes": 1}])
+GOOD = "env.x.0123456789abcdef/0"
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize(
+    "head",
+    [
+        1, {}, {"objects": ["a"], "bytes": []}, {"objects": 1, "bytes": 1}, {"objects": [GOOD], "bytes": [0]},
+        {"objects": [GOOD], "bytes": [1 << 40]}, {"objects": [GOOD], "bytes": [True]}, {"objects": [GOOD, GOOD], "bytes": [1, 1]},
+        {"objects": ["orc.x.0123456789abcdef/0"], "bytes": [1]}, {"objects": [[GOOD]], "bytes": [1]}, {"objects": [7], "bytes": [1]},
+        *({"objects": [GOOD, i], "bytes": [1, 1]} for i in HOSTILE_IDS),
+    ],
+)  # fmt: skip
 def test_a_malformed_head_is_refused(head: object) -> None:
     with pytest.raises(BadRef):
         head_objects({"fsref": head})

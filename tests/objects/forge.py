@@ -225,7 +225,7 @@ def zarrs() -> Iterator[tuple[str, bytes]]:
 
 def write(folder: Path) -> list[str]:
     """All of them as files ``<n>.zip``, and the honest one as ``honest.zip``; returns their descriptions in order."""
-    names = []
+    names: list[str] = []
     (folder / "honest.zip").write_bytes(honest())
     for kind, made in (("zip", zips()), ("zarr", zarrs())):
         for name, data in made:
