@@ -31,8 +31,8 @@ class FakeClient:
     world: World
     missing = False
 
-    def __init__(self, *, env: Any, envs_dir: Path, run_uuid: str, abandoned: Callable[[str, Mapping[str, int]], None]) -> None:
-        assert run_uuid == self.world.info.run_uuid
+    def __init__(self, *, env: Any, envs_dir: Path, run: str, run_uuid: str, abandoned: Callable[[str, Mapping[str, int]], None]) -> None:
+        assert (run, run_uuid) == (self.world.info.run, self.world.info.run_uuid)
         assert envs_dir == self.world.folder / "envs"
         self.env = env
         self.abandoned = abandoned
