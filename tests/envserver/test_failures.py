@@ -20,6 +20,9 @@ import zmq
 from fsref.episodes import Episode
 from fsref.episodes.client import EpisodeClient
 from fsref.errors import ReplicaDown, StoreFull
+from fsref.orchestrator.custody import Custody
+from fsref.orchestrator.filters import Reason
+from fsref.reaper import ConsumerHolder
 from tests.envserver.engine import Engine
 from tests.envserver.support import (
     ROOT,
@@ -143,6 +146,7 @@ def test_cancel_in_the_final_flush(run: Run, replica: Replica, ledger: Ledger) -
     assert abandoned == []
 
 
+@pytest.mark.fault(18)
 def test_cancel_after_the_reply_is_a_nack(run: Run, replica: Replica, ledger: Ledger) -> None:
     async def body(client: EpisodeClient) -> None:
         episode = await first_episode(client, run)
@@ -171,6 +175,7 @@ def test_a_second_cancel_after_the_reply_removes_nothing_more(run: Run, replica:
     until(ledger.settled, "nothing is left")
 
 
+@pytest.mark.fault(21)
 def test_a_reply_that_its_caller_cancels_while_it_is_decoded_is_handed_over(run: Run, replica: Replica, ledger: Ledger) -> None:
     async def body(client: EpisodeClient) -> None:
         await first_episode(client, run)
@@ -193,6 +198,12 @@ def test_a_reply_that_its_caller_cancels_while_it_is_decoded_is_handed_over(run:
     assert len(request_id) == 32
     assert set(objects) < run.objects() - ledger.objects, "it stays until the client's ledger drops it"
     assert ledger.new() == Counter(kept=2)
+    with ConsumerHolder(run.store, run.folder / "ledger", run=run.info) as orc:
+        custody = Custody(orc)
+        custody.drop(custody.take(request_id, objects), Reason.LATE)
+        assert orc.flush(deadline_s=60.0) == 0
+        assert (orc.counters["taken"], orc.counters["dropped"], orc.counters["held"]) == (len(objects), len(objects), 0)
+    assert not set(objects) & run.objects()
 
 
 CLIENT = """

@@ -146,6 +146,15 @@ class Env(Actor):
         """Keeps and sends."""
         return self.send(request, self.put(numbers))
 
+    def reply_and_nack(self, request: str, numbers: Sequence[int]) -> int:
+        """The client gives up on it."""
+        self.reply(request, numbers)
+        return self.nack(request)
+
+    def put_and_discard(self, numbers: Sequence[int]) -> int:
+        """The episode ends without a reply."""
+        return self.discard([s["id"] for s in self.put(numbers)])
+
     def nack(self, request: str) -> int:
         return self.holder.nack(request)  # type: ignore[no-any-return]
 
@@ -291,6 +300,13 @@ class Trainer(Actor):
         if not failed:
             self.holder.done_steps(lo, hi, absent)
         return failed
+
+    def train_checkpoint_commit(self, step: int) -> dict[str, str]:
+        """Trains, and releases all that was trained."""
+        found = self.train(step)
+        self.checkpoint(step)
+        self.commit(min(self.owned), step)
+        return found
 
     def checkpoint_and_commit(self, step: int) -> int:
         self.checkpoint(step)

@@ -206,6 +206,10 @@ class Play:
         """The last step that a durable checkpoint covers; -1: none."""
         return actors.last_checkpoint(self.root, self.name)
 
+    def published_steps(self) -> list[int]:
+        """Steps whose file can be seen."""
+        return sorted(int(p.parent.name.removeprefix("step_")) for p in (self.root / self.name).glob("steps/step_*/STEP.json"))
+
     def settled(self, dropped_by: dict[str, int] | None = None) -> Audit:
         """Everyone is dead or closed: the run's close proves it, with these drops and nothing left anywhere."""
         found = close_run(self.store, self.ledger, run=self.run)
