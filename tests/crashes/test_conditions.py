@@ -11,7 +11,7 @@ import fsref
 from tests.support.roles import Child, Play, Refused
 
 DAY_S = 86_400.0
-LEDGER_PATHS = ("ledger", "journal", "reaper", "refs", "store", "steps.py", "writer.py", "failpoints.py")
+LEDGER_PATHS = ("ledger", "journal", "reaper", "refs", "steps.py", "writer.py", "failpoints.py")
 
 
 @pytest.mark.fault(41)

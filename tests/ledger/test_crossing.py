@@ -6,6 +6,7 @@ The worker gives up what it has not sent yet, or takes a cancel that comes later
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -53,8 +54,8 @@ class World:
             out["cancel arrives"] = World.cancel_arrives
         for name in ("replies", "cancels"):
             if self.spare and getattr(self, name):
-                out[f"lose one of {name}"] = lambda w, name=name: w.lose(name, -1)
-                out[f"double one of {name}"] = lambda w, name=name: w.lose(name, 1)
+                out[f"lose one of {name}"] = partial(World.lose, name=name, change=-1)
+                out[f"double one of {name}"] = partial(World.lose, name=name, change=1)
         return out
 
     def keep(self) -> None:
