@@ -45,8 +45,8 @@ def main(folder: Path, root: str, outcome: Path) -> None:
     with open_root(root, run="inprocess", create=True) as store, Reader(store, schema) as reader:
         writer = Writer(store, schema, Receipts("engine-0"))
         for payload in payloads:
-            found = reader.read(writer.put(payload))
-            routing, head = found["routed_experts"], found["top_logprobs"]
+            fields = reader.read(writer.put(payload))
+            routing, head = fields["routed_experts"], fields["top_logprobs"]
             assert isinstance(routing, Dense)
             assert isinstance(head, Ragged)
             (fresh,) = llm.generate([{"prompt_token_ids": payload.token_ids.tolist()}], SamplingParams(max_tokens=1))
