@@ -96,6 +96,8 @@ class Adapter:
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             raise WireError(f"the engine's reply has no choices: {raw[:80]!r}")
+        if len(choices) != 1:
+            raise WireError(f"the engine's reply has {len(choices)} choices, verifiers reads one: ask once per sample (n = 1)")
         choice = choices[0]
         if routing and choice.get("routed_experts") == "":
             choice["routed_experts"] = routing[0]

@@ -127,6 +127,13 @@ def test_a_reply_that_is_none_fails_the_request_and_is_remembered(capture: Captu
     assert capture.failure(TRACE) is found.value
 
 
+def test_a_reply_of_several_choices_is_refused_because_verifiers_would_read_the_first_only(capture: Capture) -> None:
+    choice = Engine()._choice(Seen([5, 6], {"max_tokens": 3}, [80, 81, 2]))
+    reply = json.dumps({"request_id": "r", "choices": [choice, choice]}).encode()
+    with pytest.raises(WireError, match=r"2 choices, verifiers reads one: ask once per sample"):
+        ask(Http(Engine(), reply), capture, prompt=[5, 6])
+
+
 def test_an_engine_that_spells_its_json_with_spaces_is_read(capture: Capture) -> None:
     engine = Engine()
     seen = Seen([5, 6], {"max_tokens": 3}, [80, 81, 2])

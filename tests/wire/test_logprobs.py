@@ -59,12 +59,12 @@ def test_recorded_heads_of_eight() -> None:
     sent = choices("top_logprobs_8")[0].top_logprobs
     assert sent is not None
     assert sent.counts.tolist() == [8] * 6
-    assert sent.columns["ids"][:8].tolist() == [200, 13, 33, 40, 267, 25, 393, 320]
-    np.testing.assert_array_equal(sent.columns["logprobs"][:2], np.asarray([-6.242011547088623, -5.664008617401123], np.float32))
+    assert sent.columns["ids"][:8].tolist() == [132, 175, 68, 340, 391, 142, 467, 457]
+    np.testing.assert_array_equal(sent.columns["logprobs"][:2], np.asarray([-5.205692291259766, -4.135379791259766], np.float32))
     head = choices("top_logprobs_8", head=5)[0].top_logprobs
     assert head is not None
-    assert head.counts.tolist() == [5, 5, 5, 5, 4, 5]  # in row 4 tokens 23 and 138 tie at the cut
-    assert head.columns["ids"][20:24].tolist() == [267, 40, 381, 13]
+    assert head.counts.tolist() == [5, 4, 5, 5, 5, 5]  # in row 1 tokens 45 and 301 tie at the cut
+    assert head.columns["ids"][5:9].tolist() == [222, 433, 244, 16]
 
 
 def test_recorded_logprobs_are_the_sampled_tokens() -> None:

@@ -39,8 +39,8 @@ def test_recorded_replies_have_a_row_for_every_token_but_the_last(name: str) -> 
 def test_recorded_rows_are_those_that_vllm_sent() -> None:
     routing = choices("one_token")[0].routing
     assert routing is not None
-    assert routing.rows[0].tolist() == [[9, 4, 10, 5], [14, 9, 3, 0], [12, 6, 5, 15], [4, 0, 11, 8]]
-    assert routing.rows[-1].tolist() == [[2, 10, 5, 11], [13, 3, 15, 14], [12, 6, 13, 14], [0, 7, 6, 4]]
+    assert routing.rows[0].tolist() == [[15, 3, 2, 10], [10, 14, 11, 9], [5, 0, 3, 2], [5, 9, 3, 10]]
+    assert routing.rows[-1].tolist() == [[5, 14, 12, 3], [4, 14, 8, 9], [3, 9, 4, 0], [15, 10, 3, 5]]
 
 
 def test_a_later_turn_carries_the_true_row_of_the_earlier_turns_last_token() -> None:
@@ -54,12 +54,21 @@ def test_a_later_turn_carries_the_true_row_of_the_earlier_turns_last_token() -> 
     np.testing.assert_array_equal(full.rows[:31], first.rows)
 
 
-def test_another_sample_of_the_same_prompt_has_the_same_prompt_rows() -> None:
-    (second,), (first,) = choices("two_choices"), choices("one_token")
-    assert second.index == 1
-    assert first.routing is not None
-    assert second.routing is not None
-    np.testing.assert_array_equal(second.routing.rows[:24], first.routing.rows)
+def test_every_sample_of_the_same_prompt_has_the_same_prompt_rows() -> None:
+    (one,), both = choices("one_token"), choices("two_choices")
+    assert one.routing is not None
+    assert [c.index for c in both] == [0, 1]
+    for choice in both:
+        assert choice.routing is not None
+        np.testing.assert_array_equal(choice.routing.rows[:24], one.routing.rows)
+
+
+def test_a_prefix_from_the_cache_has_the_rows_of_a_cold_one() -> None:
+    (cold,), (cached,) = choices("cold_prefix"), choices("cached_prefix")
+    assert cold.routing is not None
+    assert cached.routing is not None
+    assert len(cached.routing.rows) == 141
+    np.testing.assert_array_equal(cached.routing.rows[:140], cold.routing.rows[:140])
 
 
 def test_the_native_form_takes_its_start_from_the_request() -> None:
