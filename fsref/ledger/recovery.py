@@ -3,7 +3,7 @@
 Owns the decisions of ledger.md section 7 (adopt, recover). Refuses clocks and partial listings: the caller hands in a whole one.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -168,3 +168,68 @@ def _parked(run: RunFold, resume_step: int | None, published: Container[StepKey]
                 if left:
                     out.setdefault(inc, set()).update(left)
     return out
+
+
+@dataclass(frozen=True)
+class SuccessionPlan:
+    """What the orchestrators before one left to it while workers and trainer live on."""
+
+    replicas: frozenset[str] = frozenset()
+    """Producers that they had adopted."""
+    redo: tuple[str, ...] = ()
+    """Dropped by them, not known to be gone."""
+    recovered: tuple[str, ...] = ()
+    """Taken, and neither dropped nor shipped in a batch that a trainer can ask for."""
+    orphans: tuple[str, ...] = ()
+    """Of replicas whose adopter died before it had dropped them all."""
+    unjournaled: tuple[str, ...] = ()
+
+
+def plan_succession(run: RunFold, left: Iterable[str], *, visible: Callable[[StepKey], bool]) -> SuccessionPlan:
+    """Decides about everything that the ended orchestrators ``left`` held, theirs or adopted.
+
+    ``visible`` says whether the step file of a shipped batch can be read; one that cannot never will be: its orchestrator has ended.
+    """
+    mine = set(left)
+    mine.update(*(run.closures.get(inc, ()) for inc in left))
+    replicas = frozenset(inc for inc in mine if inc.startswith("env."))
+    return SuccessionPlan(
+        replicas=replicas,
+        redo=tuple(f"{inc}/{seq}" for inc, seq in run.pending() if run.drops[inc][seq].journal in mine),
+        recovered=tuple(_unshipped(run, mine, visible)),
+        orphans=tuple(_nobodys(run, replicas, kept=True)),
+        unjournaled=tuple(_nobodys(run, replicas, kept=False)),
+    )
+
+
+def _unshipped(run: RunFold, mine: Collection[str], visible: Callable[[StepKey], bool]) -> Iterator[str]:
+    gone: dict[StepKey, bool] = {}
+    for inc, seqs in _taken(run, [h for h in mine if h.startswith("orc.")]):
+        drops, batches = run.drops.get(inc, {}), run.batch_of.get(inc, {})
+        for seq in seqs:
+            if seq in drops:
+                continue
+            key = batches.get(seq)
+            if key is not None and key not in gone:
+                gone[key] = key not in run.step_takers and not visible(key)
+            if key is None or gone[key]:
+                yield f"{inc}/{seq}"
+
+
+def _nobodys(run: RunFold, replicas: Collection[str], *, kept: bool) -> Iterator[str]:
+    """Of dead replicas whose adopter died before it had dropped them all: what has a keep, or what was found without one."""
+    taken: dict[str, set[int]] = {}
+    for inc, seqs in _taken(run, [j for j in run.journals if j.startswith(("orc.", "evl."))]):
+        taken.setdefault(inc, set()).update(seqs)
+    for inc in sorted(replicas):
+        fold, drops = run.journals[inc], run.drops.get(inc, {})
+        spoken_for, lost = taken.get(inc, set()), run.lost.get(inc, set())
+        for seq in sorted(fold.kept if kept else run.extra.get(inc, set()).difference(fold.kept)):
+            if seq not in drops and seq not in spoken_for and seq not in lost:
+                yield f"{inc}/{seq}"
+
+
+def _taken(run: RunFold, consumers: Collection[str]) -> Iterator[tuple[str, list[int]]]:
+    for consumer in sorted(consumers):
+        for inc, seqs in run.journals[consumer].taken.items():
+            yield inc, sorted(seqs)

@@ -13,7 +13,7 @@ What an orchestrator leaves, and what becomes of it:
 - a dead replica that it had adopted, with orphans not dropped yet: ``orphan``, or ``unjournaled`` where it had no keep.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsref.errors import LedgerError, ObjectMissing, RunBusy
@@ -22,8 +22,8 @@ from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, now_ms, sync_journal
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
-from fsref.ledger.merge import RunFold, StepKey
-from fsref.ledger.recovery import adopt_records
+from fsref.ledger.merge import StepKey
+from fsref.ledger.recovery import adopt_records, plan_succession
 from fsref.reaper.adopt import fence
 from fsref.steps import read_info
 from fsref.store.base import Store
@@ -83,17 +83,16 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
         for record in adopt_records(inc, how=str(hows[inc]), end=ends[inc], settlement=None, ms=now_ms()):
             journal.append(record)
     failpoint("succession.after_append")
-    mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))
-    replicas = frozenset(inc for inc in mine if inc.startswith("env."))
+    found = plan_succession(merged, left, visible=visible)
     return Inheritance(
         ended=ended,
         adopted=tuple(left),
-        replicas=replicas,
+        replicas=found.replicas,
         settled=settled,
-        redo=tuple(f"{inc}/{seq}" for inc, seq in merged.pending() if merged.drops[inc][seq].journal in mine),
-        recovered=tuple(_unshipped(merged, mine, visible)),
-        orphans=tuple(_nobodys(merged, replicas, kept=True)),
-        unjournaled=tuple(_nobodys(merged, replicas, kept=False)),
+        redo=found.redo,
+        recovered=found.recovered,
+        orphans=found.orphans,
+        unjournaled=found.unjournaled,
     )
 
 
@@ -104,36 +103,3 @@ def is_published(store: Store, key: StepKey) -> bool:
     except ObjectMissing:
         return False
     return (info.step, info.n, info.sum) == key
-
-
-def _unshipped(merged: RunFold, mine: Collection[str], visible: Callable[[StepKey], bool]) -> Iterator[str]:
-    gone: dict[StepKey, bool] = {}
-    for inc, seqs in _taken(merged, [h for h in mine if h.startswith("orc.")]):
-        drops, batches = merged.drops.get(inc, {}), merged.batch_of.get(inc, {})
-        for seq in seqs:
-            if seq in drops:
-                continue
-            key = batches.get(seq)
-            if key is not None and key not in gone:
-                gone[key] = key not in merged.step_takers and not visible(key)
-            if key is None or gone[key]:
-                yield f"{inc}/{seq}"
-
-
-def _nobodys(merged: RunFold, replicas: Collection[str], *, kept: bool) -> Iterator[str]:
-    """Of dead replicas whose adopter died before it had dropped them all: what has a keep, or what was found without one."""
-    taken: dict[str, set[int]] = {}
-    for inc, seqs in _taken(merged, [j for j in merged.journals if j.startswith(("orc.", "evl."))]):
-        taken.setdefault(inc, set()).update(seqs)
-    for inc in sorted(replicas):
-        fold, drops = merged.journals[inc], merged.drops.get(inc, {})
-        spoken_for, lost = taken.get(inc, set()), merged.lost.get(inc, set())
-        for seq in sorted(fold.kept if kept else merged.extra.get(inc, set()).difference(fold.kept)):
-            if seq not in drops and seq not in spoken_for and seq not in lost:
-                yield f"{inc}/{seq}"
-
-
-def _taken(merged: RunFold, consumers: Collection[str]) -> Iterator[tuple[str, list[int]]]:
-    for consumer in sorted(consumers):
-        for inc, seqs in merged.journals[consumer].taken.items():
-            yield inc, sorted(seqs)

@@ -281,10 +281,8 @@ class FilesystemStore(Store):
         asked = f"asking whether the bucket of {self.url} keeps versions"
         try:
             reply = self._again(lambda: self._fs.call_s3("get_bucket_versioning", Bucket=bucket), asked)
-        except StoreDenied as e:
-            if "AccessDenied" not in str(e):
-                raise
-            self.versioning = "unknown"  # least privilege: the key may not ask
+        except StoreDenied:
+            self.versioning = "unknown"
             return
         status = reply.get("Status", "")
         self.versioning = "on" if status == "Enabled" else "suspended" if status == "Suspended" else "off"
@@ -335,4 +333,6 @@ def _shown(url: str) -> str:
     head, sep, rest = url.partition("://")
     if not sep:
         return url
-    return f"{head}://{rest.rpartition('@')[2].partition('?')[0]}"
+    rest = rest.split("?", 1)[0]
+    host, slash, tail = rest.partition("/")
+    return f"{head}://{host.rpartition('@')[2]}{slash}{tail}"
