@@ -238,6 +238,11 @@ class StoreSection(Section, frozen=True, kw_only=True):
     bytes_inflight_max: Count = 256 << 20
     """Fetched bytes that are not yet assembled, per process."""
     bytes_object_max: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)] = (1 << 32) - 1
+    bytes_live_max: Natural = 0
+    """Bytes of objects that may lie in the store at once, over the whole run; 0: no limit. Each env worker has an equal share. Where it is
+    used up, keeping waits until others have removed enough."""
+    quota_wait_s: Positive = 60.0
+    """How long a put waits for room; then its episode fails with the figures."""
     retries_max: Natural = 4
     """Attempts after the first for an operation that may heal, with exponential back-off and jitter. A damaged read is tried once more."""
     retry_s: Positive = 30.0
@@ -338,8 +343,16 @@ class Config(Section, frozen=True, kw_only=True):
                 f"trainer.keep_last {trainer.keep_last} is below checkpoint_every {trainer.checkpoint_every}: after a crash the steps since"
                 " the checkpoint could not be trained again, their arrays would be gone; raise it, or set run.replay = 'drop'"
             )
+        if 0 < self.store.bytes_live_max < (workers := sum(e.replicas * e.workers for e in self.env)):
+            raise ConfigError(f"store.bytes_live_max {self.store.bytes_live_max} leaves nothing for each of {workers} env workers")
         if not self.run.fields:
             raise ConfigError("run.fields is empty: name the arrays that the run needs")
+
+
+def quota_share(config: Config) -> int:
+    """Bytes of ``store.bytes_live_max`` that one env worker may have in the store; 0: no limit."""
+    workers = sum(env.replicas * env.workers for env in config.env)
+    return config.store.bytes_live_max // max(1, workers)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

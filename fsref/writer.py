@@ -4,11 +4,14 @@ Owns the order of these (ledger.md section 5: the object is durable under its fi
 before the reference leaves). Refuses policy: what is kept, when, and who removes it is the roles' business.
 """
 
+import contextlib
 import itertools
 import os
+import threading
 from typing import Protocol
 
 from fsref.objects import EncodedObject, encode
+from fsref.quota import Quota
 from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, check_incarnation, object_name
 from fsref.store import Store
 from fsref.store.base import Durability
@@ -42,28 +45,34 @@ class Writer:
         *,
         durability: Durability = "node",
         bytes_object_max: int = BYTES_OBJECT_MAX,
+        quota: Quota | None = None,
     ) -> None:
+        """``quota``: this process's share of the run's limit on live bytes; None where there is no limit."""
         self._store, self._schema, self._keeper = store, schema, keeper
         self._durability: Durability = durability
         self._bytes_object_max = bytes_object_max
+        self._quota = quota
 
-    def put(self, payload: Payload) -> PayloadRef:
+    def put(self, payload: Payload, *, stop: threading.Event | None = None) -> PayloadRef:
         """Stores one branch's arrays as one object and returns its reference, which keeps all tokens.
 
         Raises ``PayloadError`` if the arrays do not fit the schema or the size limit, ``StoreError`` if they could not be published;
-        in both cases no object is left (a number may be spent).
+        in both cases no object is left (a number may be spent). Where a quota is used up it waits for room, at most ``quota_wait_s``
+        seconds; ``stop`` ends that with ``concurrent.futures.CancelledError``.
         """
         encoded = encode(payload.checked(self._schema), self._schema, bytes_max=self._bytes_object_max)
-        seq = self._keeper.next_seq()
-        object_id = f"{self._keeper.inc}/{seq}"
-        self._store.put(object_name(object_id), encoded.buffers, durability=self._durability)
-        self._keeper.keep(
-            seq,
-            byte_count=encoded.byte_count,
-            checksum=encoded.checksum,
-            token_count=encoded.token_count,
-            fields=sum(1 << n for n, f in enumerate(self._schema.fields) if f.name in encoded.fields),
-        )
+        room = self._quota.admitted(encoded.byte_count, stop=stop) if self._quota else contextlib.nullcontext()
+        with room:
+            seq = self._keeper.next_seq()
+            object_id = f"{self._keeper.inc}/{seq}"
+            self._store.put(object_name(object_id), encoded.buffers, durability=self._durability)
+            self._keeper.keep(
+                seq,
+                byte_count=encoded.byte_count,
+                checksum=encoded.checksum,
+                token_count=encoded.token_count,
+                fields=sum(1 << n for n, f in enumerate(self._schema.fields) if f.name in encoded.fields),
+            )
         return reference(object_id, encoded, self._schema)
 
 

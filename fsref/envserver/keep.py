@@ -21,7 +21,7 @@ from fsref.refs import Payload, PayloadRef
 class PutPayload(Protocol):
     """The part of a writer that is used here."""
 
-    def put(self, payload: Payload) -> PayloadRef: ...
+    def put(self, payload: Payload, *, stop: threading.Event) -> PayloadRef: ...
 
 
 class Discards(Protocol):
@@ -49,6 +49,7 @@ class KeepJob:
         self._lock = threading.Lock()
         self._state = _State.RUNNING
         self._objects: list[str] = []
+        self._unwanted = threading.Event()
 
     def run(self) -> Kept:
         """Puts every branch. Raises what a put raises, named by its branch, after discarding what this job kept.
@@ -74,6 +75,7 @@ class KeepJob:
         """The reply will not be sent: discards what is kept, or makes the thread do it."""
         with self._lock:
             state, self._state = self._state, _State.GIVEN_UP
+        self._unwanted.set()  # a put that waits for room need not
         if state is _State.KEPT:
             self._holder.discard(self._objects, "never_sent")
 
@@ -87,7 +89,7 @@ class KeepJob:
 
     def _put(self, branch: Branch, payload: Payload) -> PayloadRef:
         try:
-            ref = self._writer.put(payload)
+            ref = self._writer.put(payload, stop=self._unwanted)
         except FsrefError as e:
             raise type(e)(f"branch {branch.name}: {e}") from e
         self._objects.extend(ref.object_ids)

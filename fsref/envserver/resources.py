@@ -5,11 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsref.config import Config, EnvSection, parse
+from fsref.config import Config, EnvSection, parse, quota_share
 from fsref.envserver.capture import Capture
 from fsref.envserver.generate import Adapter, open_fields
 from fsref.errors import ConfigError
 from fsref.journal.run import RunInfo, read_run
+from fsref.quota import Quota
 from fsref.reaper import EnvHolder
 from fsref.store import Store, open_root
 from fsref.wire.modelconfig import ModelShape, read_model_shape
@@ -46,12 +47,14 @@ class Resources:
 
     def __init__(self, *, config: Config, env: EnvSection, store: Store, run: RunInfo, holder: EnvHolder, model: ModelShape | None) -> None:
         self.config, self.store, self.run, self.holder = config, store, run, holder
+        self.quota = make_quota(config, store, holder)
         self.writer = Writer(
             store,
             run.schema,
             holder,
             durability=config.store.durability,
             bytes_object_max=config.store.bytes_object_max,
+            quota=self.quota,
         )
         self.capture = Capture()
         self.writers = ThreadPoolExecutor(config.store.write_threads, thread_name_prefix="fsref-keep")
@@ -67,15 +70,31 @@ class Resources:
         holder = EnvHolder(store, Path(config.run.run_dir) / "ledger", run=run, label=f"{settings.label}-{worker}", section=config.ledger)
         return cls(config=config, env=section(config, settings.env), store=store, run=run, holder=holder, model=_model(config, run))
 
+    @property
+    def counters(self) -> dict[str, float]:
+        """Gauges and counts of this worker: the ledger's (``pending_delete`` is the depth of the deletion queue) and the quota's."""
+        return {**self.holder.counters, **(self.quota.counters if self.quota else {})}
+
     def close(self) -> None:
         """Waits for threads, drops what was never sent, ends the incarnation."""
         self._undo()
+        if self.quota is not None:
+            self.quota.close()
         self._decoders.shutdown(wait=True, cancel_futures=True)
         self.writers.shutdown(wait=True, cancel_futures=True)
-        counters = self.holder.counters
+        counters = self.counters
         pending = self.holder.close()
         self.store.close()
         logger.info("incarnation %s closed: %s, %d removals pending", self.holder.inc, counters, pending)
+
+
+def make_quota(config: Config, store: Store, holder: EnvHolder) -> Quota | None:
+    """This worker's share of ``store.bytes_live_max``; None where the run has no limit."""
+    share = quota_share(config)
+    if not share:
+        return None
+    prefixes = holder.prefixes()
+    return Quota(store, holder.prefixes, share_bytes=share, wait_s=config.store.quota_wait_s, fresh=prefixes == [f"obj/{holder.inc}"])
 
 
 def open_store(config: Config) -> Store:

@@ -1,5 +1,6 @@
 """The env worker's side: mints ids, records keeps, and removes what never reaches a consumer."""
 
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,8 +11,10 @@ from fsref.ledger import records
 from fsref.ledger.ids import IDS_RECORD_MAX, pack_seqs
 from fsref.ledger.rights import EnvRights
 from fsref.reaper.holder import Holder, probe
+from fsref.refs import INCARNATION_PATTERN
 
 VOID_TEXT_MAX: Final = 50_000
+INCARNATION: Final = re.compile(INCARNATION_PATTERN, re.ASCII)
 
 
 class EnvHolder(Holder):
@@ -28,6 +31,11 @@ class EnvHolder(Holder):
         except StoreError:
             self._give_up()
             raise
+
+    def prefixes(self) -> list[str]:
+        """The folders of everything that this worker's place in the run has put: this incarnation's, and those before it."""
+        found = {path.stem for path in self._ledger.folder.glob(f"env.{self._label}.*.jnl")}
+        return sorted(f"obj/{inc}" for inc in found | {self.inc} if INCARNATION.fullmatch(inc))
 
     def next_seq(self) -> int:
         """Mints the next sequence number of this incarnation."""

@@ -34,7 +34,8 @@ class Writer:
         self.entered, self.hold = threading.Event(), threading.Event()
         self.hold.set()
 
-    def put(self, payload: Payload) -> PayloadRef:
+    def put(self, payload: Payload, *, stop: threading.Event) -> PayloadRef:
+        del stop
         self.entered.set()
         assert self.hold.wait(20)
         number, self.puts = self.puts, self.puts + 1
