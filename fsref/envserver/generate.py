@@ -24,10 +24,11 @@ from verifiers.v1.clients.client import SESSION_ID_HEADER
 from fsref.envserver.capture import Capture, Rows, turn_arrays
 from fsref.errors import ConfigError, WireError
 from fsref.refs import Alignment, Field, Ragged, Schema
-from fsref.wire.logprobs import decode_logprobs, decode_top_logprobs
-from fsref.wire.masks import decode_sampling_mask
+from fsref.wire.logprobs import check_sampled, decode_logprobs, decode_top_logprobs
+from fsref.wire.masks import check_mask, decode_sampling_mask
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.openfields import decode_open_field
+from fsref.wire.pieces import Heads, Mask, take_heads, take_mask
 from fsref.wire.routing import decode_routed_experts
 from fsref.wire.splice import splice_routing
 from fsref.wire.text import encode_base64
@@ -88,7 +89,9 @@ class Adapter:
 
     def read(self, raw: bytes, body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> bytes:
         """Decodes a reply (in a thread), gives its arrays to the capture, and returns the rest as JSON. Raises ``WireError``."""
-        rest, routing = splice_routing(raw)
+        rest, heads = take_heads(raw)
+        rest, mask = take_mask(rest)
+        rest, routing = splice_routing(rest)
         try:
             reply = json.loads(rest)
         except ValueError as e:
@@ -101,10 +104,19 @@ class Adapter:
         choice = choices[0]
         if routing and choice.get("routed_experts") == "":
             choice["routed_experts"] = routing[0]
-        self._take(choice, body, trace_id=trace_id, head=head)
+        self._take(choice, body, trace_id=trace_id, head=head, heads=heads, mask=mask)
         return json.dumps({**reply, "choices": [choice]}, separators=(",", ":")).encode()
 
-    def _take(self, choice: dict[str, Any], body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> None:
+    def _take(
+        self,
+        choice: dict[str, Any],
+        body: Mapping[str, Any],
+        *,
+        trace_id: str | None,
+        head: int | None,
+        heads: Heads | None,
+        mask: Mask | None,
+    ) -> None:
         prompt_ids, token_ids = body["token_ids"], choice.get("token_ids")
         if not isinstance(token_ids, list):
             raise WireError(f"choice.token_ids: a list expected, {type(token_ids).__name__} found")
@@ -114,14 +126,21 @@ class Adapter:
         )
         ragged: dict[str, Ragged] = {}
         content = choice.pop("logprobs", None)
-        if head is not None:
-            ragged["top_logprobs"] = decode_top_logprobs(content, token_ids=token_ids, head=head)
-        choice["completion_logprobs"] = _packed(decode_logprobs(content, token_ids=token_ids))
-        mask = decode_sampling_mask(
-            choice.pop("sampling_mask", None), token_ids=token_ids, vocab_count=self.model.vocab_count if self.model else 1 << 31
-        )
+        if heads is None:
+            logprobs = decode_logprobs(content, token_ids=token_ids)
+            if head is not None:
+                ragged["top_logprobs"] = decode_top_logprobs(content, token_ids=token_ids, head=head)
+        else:
+            logprobs = check_sampled(heads.token_ids, heads.logprobs, token_ids=token_ids)
+            if head is not None:
+                ragged["top_logprobs"] = heads.top_logprobs(head)
+        choice["completion_logprobs"] = _packed(logprobs)
+        vocab_count = self.model.vocab_count if self.model else 1 << 31
+        sent_mask = choice.pop("sampling_mask", None)
         if mask is not None:
-            ragged["sampling_mask"] = mask
+            ragged["sampling_mask"] = check_mask(mask.counts, mask.ids, token_ids=token_ids, vocab_count=vocab_count)
+        elif (kept := decode_sampling_mask(sent_mask, token_ids=token_ids, vocab_count=vocab_count)) is not None:
+            ragged["sampling_mask"] = kept
         dense: dict[str, Rows] = {} if routing is None else {"routed_experts": (routing.start, routing.rows)}
         for field in self.open_fields:
             sent = decode_open_field(

@@ -111,15 +111,19 @@ class _Reply:
 
     async def _finish(self, head: Message) -> None:
         raw = b"".join(self._parts)
-        convert = functools.partial(_packed, start=self._start or 0)
         try:
-            body = await asyncio.to_thread(replace_routing, raw, convert)
+            body = await asyncio.to_thread(packed_reply, raw, start=self._start or 0)
         except WireError as e:
             await _answer(self._send, 502, str(e))
             return
         headers = [(k, v) for k, v in head.get("headers", ()) if bytes(k).lower() != b"content-length"]
         await self._send({**head, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def packed_reply(raw: bytes, *, start: int) -> bytes:
+    """A reply's JSON with every choice's routing in verifiers' form. Raises ``WireError`` for routing that cannot be read."""
+    return replace_routing(raw, functools.partial(_packed, start=start))
 
 
 def _packed(text: memoryview, *, start: int) -> bytes:

@@ -39,11 +39,26 @@ def decode_logprobs(content: object, *, token_ids: Token) -> NDArray[np.float32]
     which proves nothing).
     """
     entries = _entries(content, len(token_ids))
-    ids = [_token_id(e, n) for n, e in enumerate(entries)]
-    for n, (found, asked) in enumerate(zip(ids, token_ids, strict=True)):
-        if found != int(asked):
-            raise WireError(f"{_WHAT}[{n}]: token id {found} found, the completion has {int(asked)} there")
-    return np.asarray([_logprob(e, n, sampled=True) for n, e in enumerate(entries)], dtype=np.float32)
+    ids = np.asarray([_token_id(e, n) for n, e in enumerate(entries)], dtype=np.int64)
+    values = np.asarray([_logprob(e, n) for n, e in enumerate(entries)], dtype=np.float64)
+    return check_sampled(ids, values, token_ids=token_ids)
+
+
+def check_sampled(ids: NDArray[np.int64], logprobs: NDArray[np.float64], *, token_ids: Token) -> NDArray[np.float32]:
+    """``decode_logprobs`` from arrays: the sampler's logprobs float32 [T] of tokens ``ids``, which must be ``token_ids``."""
+    want = np.asarray(token_ids, dtype=np.int64)
+    if len(ids) != len(want):
+        raise WireError(f"{_WHAT}: {len(ids)} entries found for {len(want)} completion tokens")
+    other = np.flatnonzero(ids != want)
+    if len(other):
+        n = int(other[0])
+        raise WireError(f"{_WHAT}[{n}]: token id {int(ids[n])} found, the completion has {int(want[n])} there")
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _ABOVE_ONE)) | (logprobs == LOGPROB_CLAMP))
+    if len(wrong):
+        n = int(wrong[0])
+        none = ", vLLM's word for 'none': the sampler left no evidence" if logprobs[n] == LOGPROB_CLAMP else ""
+        raise WireError(f"{_WHAT}[{n}]: logprob {float(logprobs[n])!r} found{none}; a finite number of at most 0 expected")
+    return logprobs.astype(np.float32)
 
 
 def decode_top_logprobs(content: object, *, token_ids: Token, head: int | None = None) -> Ragged:
@@ -56,7 +71,7 @@ def decode_top_logprobs(content: object, *, token_ids: Token, head: int | None =
     lists = [_candidates(e, n) for n, e in enumerate(entries)]
     flat = list(chain.from_iterable(lists))
     ids_N = np.asarray([_token_id(c, n) for n, c in enumerate(flat)], dtype=np.int64)
-    logprobs_N = np.asarray([_logprob(c, n, sampled=False) for n, c in enumerate(flat)], dtype=np.float32)
+    logprobs_N = np.asarray([_logprob(c, n) for n, c in enumerate(flat)], dtype=np.float32)
     return top_logprobs_of(np.asarray([len(c) for c in lists], np.int64), ids_N, logprobs_N, head=head)
 
 
@@ -128,14 +143,12 @@ def _token_id(entry: object, n: int) -> int:
     raise WireError(f"{_WHAT}: entry {n} is {type(entry).__name__}, an object expected")
 
 
-def _logprob(entry: Mapping[str, Any], n: int, *, sampled: bool) -> float:
+def _logprob(entry: Mapping[str, Any], n: int) -> float:
     value = entry.get("logprob")
     if type(value) is int and LOGPROB_CLAMP <= value <= 0:
         value = float(value)
     if type(value) is not float or not math.isfinite(value) or value > _ABOVE_ONE:
         raise WireError(f"{_WHAT}: entry {n} has logprob {value!r}; a finite number of at most 0 expected")
-    if sampled and value == LOGPROB_CLAMP:
-        raise WireError(f"{_WHAT}: entry {n} has logprob {value}, vLLM's word for 'none': the sampler left no evidence")
     return value
 
 

@@ -39,6 +39,13 @@ def decode_sampling_mask(
         raise WireError(
             f"{_WHAT}: a list of lists (vLLM) or an object with ids and counts (prime-rl) expected, {type(value).__name__} found"
         )
+    return check_mask(counts, ids, token_ids=token_ids, vocab_count=vocab_count)
+
+
+def check_mask(
+    counts: NDArray[np.int64], ids: NDArray[np.int64], *, token_ids: Sequence[int] | NDArray[np.integer[Any]], vocab_count: int = 1 << 31
+) -> Ragged:
+    """``decode_sampling_mask`` from arrays: counts [T] and ids [N]."""
     if len(counts) != len(token_ids):
         raise WireError(f"{_WHAT}: {len(counts)} rows found for {len(token_ids)} completion tokens")
     if (counts.size and int(counts.min()) < 0) or int(counts.sum()) != len(ids):
