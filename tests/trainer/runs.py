@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -195,11 +195,16 @@ class RankProcess:
         self.process.join(DEADLINE_S)
         return text
 
+    def died(self) -> int | None:
+        """The signal that ended it, negative."""
+        self.process.join(DEADLINE_S)
+        return self.process.exitcode
 
-def start_ranks(config: Config) -> list[RankProcess]:
-    """One process per data rank, forked from a server that has torch and transformers loaded."""
+
+def start_ranks(config: Config, fail: Mapping[int, str] | None = None) -> list[RankProcess]:
+    """One process per data rank, forked from a server that has torch and transformers loaded. ``fail``: rank to its failpoints."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.runs", "fsref.trainer.main"])
+    context.set_forkserver_preload(["tests.trainer.armed", "tests.trainer.runs", "fsref.trainer.main"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -208,7 +213,7 @@ def start_ranks(config: Config) -> list[RankProcess]:
     for rank in range(world):
         parent, child = context.Pipe(duplex=False)
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = context.Process(target=_rank, args=(config, env, child), daemon=True)
+        process = context.Process(target=_rank, args=(config, env, child, (fail or {}).get(rank, "")), daemon=True)
         process.start()
         child.close()
         out.append(RankProcess(process, parent))
@@ -219,9 +224,11 @@ def run_ranks(config: Config) -> list[str]:
     return [r.finish() for r in start_ranks(config)]
 
 
-def _rank(config: Config, env: dict[str, str], outcome: Any) -> None:
+def _rank(config: Config, env: dict[str, str], outcome: Any, rules: str) -> None:
     from fsref.trainer.main import main
+    from tests.trainer.armed import arm
 
+    arm(rules)
     os.environ.update(env)
     try:
         main(config)
