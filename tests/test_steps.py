@@ -63,6 +63,7 @@ def test_a_published_step_reads_back_and_adds_up(store: Store) -> None:
     ]
 
 
+@pytest.mark.fault(23)
 def test_a_step_without_its_marker_is_not_there(store: Store) -> None:
     _, ranks = step(store)
     store.put(steps.rank_file_name(42, 0), [steps.encode_rank_files(ranks)[0]])
@@ -72,6 +73,7 @@ def test_a_step_without_its_marker_is_not_there(store: Store) -> None:
         steps.wait(store, 42, deadline_s=0)
 
 
+@pytest.mark.fault(23)
 def test_a_rank_file_of_another_attempt_is_refused(store: Store) -> None:
     info, ranks = step(store)
     steps.publish(store, info, steps.encode_rank_files(ranks))
@@ -82,6 +84,7 @@ def test_a_rank_file_of_another_attempt_is_refused(store: Store) -> None:
         steps.read_rank(store, info, 2)
 
 
+@pytest.mark.fault(24)
 def test_owned_ids_that_do_not_match_what_was_shipped_are_refused(store: Store) -> None:
     info, ranks = step(store)
     steps.check_counts(info, ranks)

@@ -122,6 +122,7 @@ def test_a_sync_without_new_records_costs_nothing(ledger: Path, monkeypatch: pyt
         journal.sync()
 
 
+@pytest.mark.fault(39)
 def test_a_journal_that_is_removed_under_a_live_run_is_loud(ledger: Path) -> None:
     with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
         journal.append(KEEP)
@@ -165,6 +166,7 @@ with journal.path.open("rb") as other:
 """
 
 
+@pytest.mark.fault(16)
 def test_a_forked_child_cannot_write_and_leaves_the_parents_lock_alone(ledger: Path) -> None:
     out = subprocess.run([sys.executable, "-c", FORK, str(ledger), INC], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["7", "locked"]

@@ -62,6 +62,7 @@ def test_i1_accepts_a_hole_that_is_declared_void() -> None:
     assert broken(e, present=ids(e, 0, 2)) == set()
 
 
+@pytest.mark.fault(26)
 def test_i2_fails_for_a_worker_and_an_orchestrator_that_both_drop_and_names_both_offsets() -> None:
     e, o = env(), orc()
     e.keep(0)
@@ -73,6 +74,7 @@ def test_i2_fails_for_a_worker_and_an_orchestrator_that_both_drop_and_names_both
     assert judged(e, o).exit_code == 1
 
 
+@pytest.mark.fault(25)
 def test_i2_fails_for_one_holder_that_drops_twice() -> None:
     e, o = env(), orc()
     e.keep(0)
@@ -82,6 +84,7 @@ def test_i2_fails_for_one_holder_that_drops_twice() -> None:
     assert broken(e, o, present=ids(e, 0)) == {"I2"}
 
 
+@pytest.mark.fault(26)
 def test_i2_fails_for_two_trainers_that_drop_the_same_step() -> None:
     e, o, t, those = shipped(0)
     t.drop_steps(0, 0)

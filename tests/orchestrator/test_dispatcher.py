@@ -178,6 +178,7 @@ def test_an_error_that_ends_the_run_cancels_everything_and_keeps_its_type(world:
     assert world.ends() == {"drop:shutdown": 1}
 
 
+@pytest.mark.fault(17)
 def test_a_duplicate_reply_drops_its_group_and_is_taken_once(world: Any) -> None:
     episodes: list[Any] = []
 

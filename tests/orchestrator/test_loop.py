@@ -282,6 +282,7 @@ def test_an_evaluation_that_fails_ends_the_run(world: Any) -> None:
         run.go()
 
 
+@pytest.mark.fault(62)
 def test_a_shutdown_drops_exactly_what_was_taken_and_neither_shipped_nor_dropped(world: Any) -> None:
     async def work() -> None:
         full = asyncio.Event()

@@ -123,6 +123,7 @@ def test_an_error_closes_everything_and_passes_through_alone(world: World, clien
     assert world.present() == set()
 
 
+@pytest.mark.fault(62)
 def test_sigterm_ends_it_cleanly_and_drops_what_is_held(world: World, clients: list[FakeClient]) -> None:
     async def script(number: int, task: Any) -> Any:
         if number < 3:
@@ -138,6 +139,7 @@ def test_sigterm_ends_it_cleanly_and_drops_what_is_held(world: World, clients: l
     assert world.present() == set()
 
 
+@pytest.mark.fault(21)
 def test_an_abandoned_reply_is_taken_and_dropped_as_late(world: World, clients: list[FakeClient]) -> None:
     async def script(number: int, task: Any) -> Any:
         if number == 0:

@@ -20,6 +20,7 @@ from fsref.steps import info_name
 from tests.reaper.stage import RUN, Stage
 
 
+@pytest.mark.fault(1, 2, 3, 22)
 def test_a_dead_replica_is_adopted_and_the_run_ends_proved(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     taken = stage.reply(env, orc)
@@ -87,6 +88,7 @@ def test_a_closed_replica_with_unclaimed_replies_is_adopted(stage: Stage) -> Non
     assert (found.verdict, found.totals.dropped_by) == (Verdict.PROVED, {"orphan": 2})
 
 
+@pytest.mark.fault(5)
 def test_what_a_dead_replica_dropped_and_did_not_remove_is_removed(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.put(env, 3)
@@ -231,6 +233,7 @@ def test_a_recovery_that_was_killed_is_taken_over(stage: Stage) -> None:
     assert not (stage.ledger / LOCK_NAME).exists()
 
 
+@pytest.mark.fault(29)
 def test_an_object_that_somebody_else_removed_is_reported_and_never_fixed(stage: Stage) -> None:
     env = stage.env()
     found = stage.put(env, 2)
@@ -242,6 +245,7 @@ def test_an_object_that_somebody_else_removed_is_reported_and_never_fixed(stage:
     assert found[0] in after.violations[0].subject
 
 
+@pytest.mark.fault(30)
 def test_foreign_files_are_named_and_removed_only_on_request(stage: Stage) -> None:
     env = stage.env()
     env.close()
@@ -275,6 +279,7 @@ def test_a_damaged_journal_stops_recovery_unless_the_operator_accepts_it(stage: 
     assert stage.audit().verdict is Verdict.UNPROVABLE
 
 
+@pytest.mark.fault(15)
 def test_a_process_that_was_declared_dead_by_force_and_writes_on_is_noticed(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     stage.put(env)
@@ -331,6 +336,7 @@ def test_a_worker_that_is_killed_is_proved_dead_and_adopted(stage: Stage) -> Non
     assert stage.audit().verdict is Verdict.PROVED
 
 
+@pytest.mark.fault(65)
 def test_a_removed_journal_makes_the_audit_unprovable_and_is_named(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     orc.drop(stage.reply(env, orc), "stale")
@@ -355,6 +361,7 @@ def test_a_folder_without_journals_is_unprovable(stage: Stage) -> None:
     assert stage.audit().verdict is Verdict.UNPROVABLE
 
 
+@pytest.mark.fault(61)
 def test_journals_of_another_run_are_refused(stage: Stage) -> None:
     stage.env().close()
     with pytest.raises(RunMismatch, match="used by another run"):
@@ -376,6 +383,7 @@ def test_the_report_is_plain_data_and_lines(stage: Stage) -> None:
     assert lines[4] == "store     0 objects, 0 staging files under obj/"
 
 
+@pytest.mark.fault(64)
 def test_auditing_a_busy_run_never_finds_a_violation(stage: Stage) -> None:
     stop = threading.Event()
     env, orc = stage.env(), stage.orc()
@@ -400,6 +408,7 @@ def test_auditing_a_busy_run_never_finds_a_violation(stage: Stage) -> None:
     assert stage.audit().verdict is Verdict.PROVED
 
 
+@pytest.mark.fault(59)
 def test_nothing_outside_the_run_is_ever_touched(stage: Stage) -> None:
     canary = stage.root / "obj"
     canary.mkdir()

@@ -84,6 +84,7 @@ def cut_recovery(stage: Stage, cutter: Cutter) -> bool:
     return False
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_recovery_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
     for at in itertools.count(1):
@@ -99,6 +100,7 @@ def test_recovery_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
             return
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("seed", range(4))
 def test_recovery_can_be_killed_again_and_again(tmp_path: Path, seed: int) -> None:
     stage = crashed_run(tmp_path)
@@ -111,6 +113,7 @@ def test_recovery_can_be_killed_again_and_again(tmp_path: Path, seed: int) -> No
     stage.store.close()
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_live_adoption_can_be_killed_anywhere(tmp_path: Path, after: bool) -> None:
     for at in itertools.count(1):
@@ -143,6 +146,7 @@ def test_a_live_adoption_can_be_killed_anywhere(tmp_path: Path, after: bool) -> 
             return
 
 
+@pytest.mark.fault(8)
 def test_a_trainer_inherits_the_fence_of_one_that_died_before_its_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     first = stage.trn()
     stage.kill(first)

@@ -113,6 +113,7 @@ def test_a_ship_is_durable_on_return(stage: Stage, monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
 
 
+@pytest.mark.fault(25)
 def test_strict_mode_raises_on_a_second_drop_and_the_default_counts_it(tmp_path: Path) -> None:
     for strict in (False, True):
         stage = Stage(tmp_path / str(strict), strict=strict)
@@ -128,6 +129,7 @@ def test_strict_mode_raises_on_a_second_drop_and_the_default_counts_it(tmp_path:
             assert sum(isinstance(r, Drop) for r in records(stage, orc.inc)) == 1
 
 
+@pytest.mark.fault(27)
 def test_a_drop_of_what_was_never_taken_deletes_nothing(stage: Stage) -> None:
     with stage.env() as env, stage.orc() as orc:
         found = stage.put(env)
@@ -144,6 +146,7 @@ def test_a_reason_of_another_role_is_refused(stage: Stage) -> None:
             orc.drop(found, "trained")
 
 
+@pytest.mark.fault(17)
 def test_a_doubled_reply_is_counted_and_recorded_once(stage: Stage) -> None:
     with stage.env() as env, stage.orc() as orc:
         found = stage.reply(env, orc)
@@ -152,6 +155,7 @@ def test_a_doubled_reply_is_counted_and_recorded_once(stage: Stage) -> None:
         assert sum(isinstance(r, Take) for r in records(stage, orc.inc)) == 1
 
 
+@pytest.mark.fault(62)
 def test_the_shutdown_drops_exactly_what_is_held(stage: Stage) -> None:
     env, orc, trn = stage.env(), stage.orc(), stage.trn()
     found = stage.reply(env, orc, 4)
@@ -186,6 +190,7 @@ def test_a_removal_that_fails_is_tried_again_and_counted(stage: Stage) -> None:
     assert (totals.done, totals.done_retry, totals.pending) == (3, 3, 0)
 
 
+@pytest.mark.fault(63)
 def test_removals_beyond_the_deadline_stay_pending_and_are_named(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.reply(env, orc)
@@ -224,6 +229,7 @@ def test_removals_are_batched(stage: Stage) -> None:
     assert text.count('"t":"done"') < 30
 
 
+@pytest.mark.fault(15)
 def test_an_adopted_process_deletes_nothing_more_and_is_told(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.reply(env, orc, 2)
@@ -255,6 +261,7 @@ def test_a_poisoned_journal_stops_keeping_and_removing(stage: Stage) -> None:
     env.close()
 
 
+@pytest.mark.fault(60)
 def test_a_second_orchestrator_of_a_live_run_is_refused(stage: Stage) -> None:
     with stage.orc() as orc:
         with pytest.raises(RunBusy, match=orc.inc):
@@ -269,6 +276,7 @@ def test_a_second_trainer_of_a_live_run_is_refused(stage: Stage) -> None:
         stage.trn()
 
 
+@pytest.mark.fault(28)
 def test_a_restarted_trainer_replays_what_was_not_released_and_is_told_what_was(stage: Stage) -> None:
     env, orc, first = stage.env(), stage.orc(), stage.trn()
     for step in range(3):
@@ -287,6 +295,7 @@ def test_a_restarted_trainer_replays_what_was_not_released_and_is_told_what_was(
     assert found.verdict is Verdict.PROVED, found.render()
 
 
+@pytest.mark.fault(11)
 def test_a_restarted_trainer_redoes_the_removals_of_the_one_before(stage: Stage) -> None:
     env, orc, first = stage.env(), stage.orc(), stage.trn()
     first.taken(stage.ship(orc, 0, stage.reply(env, orc, 4)))
@@ -302,6 +311,7 @@ def test_a_restarted_trainer_redoes_the_removals_of_the_one_before(stage: Stage)
     assert (found.totals.done_retry, found.violation_counts) == (4, {})
 
 
+@pytest.mark.fault(27)
 def test_a_step_that_was_not_taken_cannot_be_used_dropped_or_done(stage: Stage) -> None:
     with stage.trn() as trn:
         for call in (lambda: trn.used(0), lambda: trn.drop_steps(0, 0), lambda: trn.done_steps(0, 0)):

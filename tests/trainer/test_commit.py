@@ -63,6 +63,7 @@ def test_the_drop_is_recorded_while_everything_is_present_and_done_when_nothing_
     assert (removed.objects, removed.bytes, removed.pending) == (8, small.bytes_shipped, 0)
 
 
+@pytest.mark.fault(25)
 def test_a_step_is_dropped_once(small: SmallRun) -> None:
     ledger = Recorded(small)
     with committer(small, ledger) as commit:

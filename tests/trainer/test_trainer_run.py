@@ -142,6 +142,7 @@ def test_a_step_in_which_nothing_can_be_fetched_is_lost(small: SmallRun) -> None
     assert not (small.run_dir / "weights").exists()
 
 
+@pytest.mark.fault(61)
 def test_a_step_file_of_another_run_is_refused(small: SmallRun, tmp_path: Path) -> None:
     other = SmallRun(tmp_path / "other")
     other.publish_step(0)
@@ -172,6 +173,7 @@ def test_two_ranks_train_to_the_weights_of_one(tmp_path: Path) -> None:
     one.close()
 
 
+@pytest.mark.fault(29)
 def test_a_micro_batch_that_one_rank_cannot_fetch_is_dropped_and_counted(pair: SmallRun) -> None:
     for step in range(2):
         pair.publish_step(step)
