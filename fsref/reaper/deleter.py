@@ -161,9 +161,13 @@ class Deleter:
 
     def fence(self) -> None:
         """One stat: raises ``Fenced`` if this incarnation was adopted."""
-        inc = self._journal.inc
-        if is_adopted(self._ledger, inc):
-            raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(self._ledger, inc)}: this process must stop")
+        check_fence(self._ledger, self._journal.inc)
+
+
+def check_fence(ledger: Ledger, inc: str) -> None:
+    """Raises ``Fenced`` if an incarnation was adopted: whoever deletes as that one asks right before it does."""
+    if is_adopted(ledger, inc):
+        raise Fenced(f"{inc} was declared dead and adopted by {read_adopted(ledger, inc)}: this process must stop")
 
 
 def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[str] = (), attempt: int = 1) -> None:

@@ -28,7 +28,7 @@ from fsref.ledger.report import Audit, Verdict
 from fsref.reaper.adopt import fence
 from fsref.reaper.auditing import audit
 from fsref.reaper.delete import delete_objects
-from fsref.reaper.deleter import write_done, write_drop
+from fsref.reaper.deleter import check_fence, write_done, write_drop
 from fsref.reaper.listing import list_objects
 from fsref.reaper.succession import is_published
 from fsref.refs import object_name
@@ -93,7 +93,7 @@ def recover(
         inc = journal.inc
         try:
             failpoint("recover.after_open")
-            _lock(ledger, inc, run)
+            _lock(ledger, inc, run, force_dead=force_dead)
             failpoint("recover.after_lock")
             scene = _look(store, ledger, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
         except BaseException:
@@ -105,9 +105,11 @@ def recover(
         published = {key for key in scene.run.ships if replay == "keep" and is_published(store, key)}
         sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
         plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
+        check_fence(ledger, inc)
         _record(journal, ledger, scene, plan)
-        pending = _remove(store, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
+        pending = _remove(store, ledger, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
         unexpected = (*scene.view.foreign, *map(object_name, plan.unexpected))
+        check_fence(ledger, inc)
         others = store.delete([*scene.view.staging, *(filter(_legal, unexpected) if remove_unexpected else ())])
         pending += tuple(name for name, outcome in others.items() if not isinstance(outcome, Deletion))
         final = resume_step is None and not pending
@@ -141,12 +143,12 @@ def close_run(
     return audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
 
 
-def _lock(ledger: Ledger, inc: str, run: RunInfo) -> None:
+def _lock(ledger: Ledger, inc: str, run: RunInfo, *, force_dead: Collection[str]) -> None:
     owner = acquire_lock(ledger, inc)
     while owner is not None:
         journal = LedgerReader(ledger, run_uuid=run.run_uuid).read_one(owner)
-        if journal is not None and how_ended(ledger, journal) is None:
-            raise RunBusy(f"the recovery {owner} may be alive: wait for it, or stop its process")
+        if journal is not None and how_ended(ledger, journal, forced=force_dead) is None:
+            raise RunBusy(f"the recovery {owner} may be alive: wait for it, stop its process, or --force-dead one that is gone")
         release_lock(ledger, owner)
         owner = acquire_lock(ledger, inc)
 
@@ -190,11 +192,14 @@ def _record(journal: Journal, ledger: Ledger, scene: _Scene, plan: RecoveryPlan)
     failpoint("recover.after_sync")
 
 
-def _remove(store: Store, journal: Journal, plan: RecoveryPlan, *, section: LedgerSection, deadline_s: float) -> tuple[str, ...]:
+def _remove(
+    store: Store, ledger: Ledger, journal: Journal, plan: RecoveryPlan, *, section: LedgerSection, deadline_s: float
+) -> tuple[str, ...]:
     pending: list[str] = []
     for ids, attempt in ((plan.redo, 2), (plan.recovered + plan.unjournaled, 1)):
         for at in range(0, len(ids), section.batch_ids_max):
             batch = ids[at : at + section.batch_ids_max]
+            check_fence(ledger, journal.inc)
             outcome = delete_objects(store, batch, deadline_s=deadline_s, threads=section.delete_threads)
             failpoint("recover.after_delete")
             if outcome.done:

@@ -193,3 +193,35 @@ def test_a_whole_pool_dies_and_returns_under_the_same_labels(play: Play) -> None
     found = play.settled({"orphan": 9, "shutdown": 18})
     assert found.totals.producers_adopted == {"dead": 9}
     assert len({env.inc for env in first + second}) == 18
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize(
+    "point", ["journal.open.before=kill", "journal.open.after=kill", "store.put.renamed=kill", "store.delete.after=kill"]
+)
+def test_a_worker_killed_while_it_starts_leaves_nothing_to_settle(play: Play, point: str) -> None:
+    env = play.spawn_closed("env", fail=point)
+    assert env.wait() == -9
+    play.taken(play.env(), play.orc(), 1)
+    play.kill_all()
+    play.settled({"recovered": 1})
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("point", ["close.before_append=kill", "close.after_sync=kill", "journal.open.before=kill:2"])
+def test_a_worker_killed_between_two_sessions_is_settled_like_any_other(play: Play, point: str) -> None:
+    orc, env = play.orc(), play.env(fail=point)
+    play.reply(env, 2)
+    held = play.taken(env, orc, 1)
+    first = env.inc
+    env.dies("rotate")
+    if not point.startswith("close.before"):
+        assert orc.call("adopt", first)["how"] == "closed"
+        assert orc.call("drop", held) == 1
+        orc.end()
+        play.settled({"orphan": 2, "stale": 1})
+    else:
+        play.dead(env)
+        assert orc.call("adopt", first)["orphans"] == 2
+        orc.end()
+        play.settled({"orphan": 2, "shutdown": 1})

@@ -108,6 +108,30 @@ def test_a_removal_that_the_orchestrator_decided_is_carried_out_by_its_heir(play
     assert (totals.done, totals.done_retry) == (3, 3)
 
 
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("point", ["close.before_append=kill", "close.after_sync=kill"])
+def test_an_orchestrator_killed_at_its_end_has_decided_about_all_that_it_held(play: Play, point: str) -> None:
+    env, orc = play.env(), play.orc(fail=point)
+    play.taken(env, orc, 3)
+    orc.dies("close")
+    gone = survivors_go_on(play, steps=[0])
+    env.end()
+    play.settled({"shutdown": 3, **gone})
+
+
+@pytest.mark.fault(7, 8)
+@pytest.mark.parametrize("point", ["succession.after_fence=kill", "succession.after_append=kill", "drop.after_append=kill"])
+def test_an_orchestrator_killed_while_it_takes_over_is_taken_over_itself(play: Play, point: str) -> None:
+    env, first = play.env(), play.orc()
+    play.taken(env, first, 3)
+    first.kill()
+    second = play.spawn_closed("orc", fail=point)
+    assert second.wait() == -9
+    gone = survivors_go_on(play, steps=[0])
+    env.end()
+    play.settled({"recovered": 3, **gone})
+
+
 @pytest.mark.fault(60)
 def test_a_second_orchestrator_waits_for_the_first_one_to_die(play: Play) -> None:
     env, orc = play.env(), play.orc()

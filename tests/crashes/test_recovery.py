@@ -1,12 +1,13 @@
 """Recovery and adoption as processes that are killed at each of their operations: what runs after them converges."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from fsref.failpoints import POINTS
 from fsref.reaper import close_run
-from tests.support.roles import Child, Play, Zygote
+from tests.support.roles import Child, Play, Refused, Zygote
 
 OPERATIONS = ("journal.append", "journal.sync", "marker.create", "marker.release", "store.delete")
 RECOVERY = [p for p in POINTS if p.startswith("recover.")] + ["journal.open.before", "journal.open.after", "store.list.before"]
@@ -144,3 +145,43 @@ def finished(play: Play) -> None:
     assert play.objects() == []
     assert (totals.kept, totals.extra, totals.dropped, totals.done) == (7, 1, 8, 8)
     assert (totals.dropped_by["never_sent"], totals.dropped_by["unjournaled"]) == (2, 1)
+
+
+@pytest.mark.fault(8)
+def test_a_recovery_that_stands_still_keeps_others_away_until_it_is_dead(play: Play) -> None:
+    wreck(play)
+    rec = play.rec(fail="recover.after_sync=pause")
+    rec.post("recover", None)
+    assert rec.wait() == 1000 + signal.SIGSTOP
+    with pytest.raises(Refused, match=r"RunBusy: the recovery rec\.main\.\w+ may be alive"):
+        play.rec().call("recover", None)
+    rec.kill()
+    recovered(play)
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("point", ["recover.after_look=pause", "recover.after_sync=pause", "recover.after_delete=pause"])
+def test_a_recovery_that_wakes_up_after_it_was_declared_dead_removes_nothing_more(play: Play, point: str) -> None:
+    env, orc = play.env(), play.orc()
+    play.taken(env, orc, 2)
+    orc.call("ship", 0)
+    play.taken(env, orc, 1)
+    orc.call("drop", play.taken(env, orc, 1))
+    for child in (env, orc):
+        child.kill()
+    zombie = play.rec(fail=point)
+    zombie.post("recover", -1, "keep")
+    assert zombie.wait() == 1000 + signal.SIGSTOP
+    name = next(p.stem for p in play.ledger.glob("rec.*.jnl"))
+    done = play.recover(-1, replay="keep", force_dead=[name])
+    assert (done.adopted[name], done.pending) == ("forced", ())
+    left = play.objects()
+    zombie.signal(signal.SIGCONT)
+    with pytest.raises(Refused, match="Fenced"):
+        zombie.answer()
+    assert play.objects() == left
+    zombie.kill()
+    play.kill_all()
+    close_run(play.store, play.ledger, run=play.run)
+    assert play.objects() == []
+    assert set(play.audit().violation_counts) <= {"I8"}
