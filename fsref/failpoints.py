@@ -26,13 +26,13 @@ from fsref.errors import ConfigError
 VARIABLE: Final = "FSREF_FAILPOINTS"
 POINTS: Final[dict[str, str]] = {
     # Stores, journals and markers, whoever uses them.
-    "store.put.before": "a store's put: nothing is there yet",
+    "store.put.before": "a file's put: nothing is there yet",
     "store.put.mid": "a file's put: the staging file holds the first of several buffers",
     "store.put.written": "a file's put: the staging file is whole, not synced, not renamed",
     "store.put.renamed": "a file's put: under its final name, the folder not synced",
-    "store.delete.before": "before each removal of an object",
-    "store.delete.after": "after each removal of an object, before the next one",
-    "store.list.before": "before a listing",
+    "store.delete.before": "before each removal of an object's file",
+    "store.delete.after": "after each removal of an object's file, before the next one",
+    "store.list.before": "before a listing of files",
     "journal.open.before": "a journal that has its first line and its lock, and no name yet",
     "journal.open.after": "a journal that can be seen",
     "journal.append.before": "before each record's write",

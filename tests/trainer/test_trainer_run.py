@@ -5,12 +5,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from fsref.config import LossSection
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
 from fsref.refs import object_name
+from fsref.steps import info_name, read_info
 from fsref.trainer.main import main
 from fsref.trainer.ranks import Place
 from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
@@ -150,6 +152,20 @@ def test_a_step_file_of_another_run_is_refused(small: SmallRun, tmp_path: Path) 
     with pytest.raises(StepError, match="used before"):
         main(small.config(steps=1), place=ALONE)
     other.close()
+
+
+@pytest.mark.fault(24)
+def test_a_step_that_lacks_a_rank_file_is_refused_before_it_is_taken(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, data_ranks=2)
+    run.publish_step(0)
+    info = read_info(run.store, 0)
+    run.store.replace(info_name(0), msgspec.json.encode(msgspec.structs.replace(info, data_ranks=1, digests=info.digests[:1])))
+    run.data_ranks = 1
+    with pytest.raises(StepError, match="the rank files own 4 objects, 8 were shipped"):
+        main(run.config(steps=1), place=ALONE)
+    assert len(run.present()) == 8
+    assert not any(path.read_bytes().count(b'"t":"step"') for path in (run.run_dir / "ledger").glob("trn.*.jnl"))
+    run.close()
 
 
 def test_two_ranks_train_to_the_weights_of_one(tmp_path: Path) -> None:
