@@ -297,6 +297,11 @@ class LedgerSection(Section, frozen=True, kw_only=True):
     """Dropped ids that a process holds as work at hand; further ones are kept as bare numbers, 8 bytes each. None is lost."""
     delete_threads: Count = 4
     """Threads that remove objects, per process."""
+    seal_wait_s: Positive = 60.0
+    """On a root that is no folder: how long an object that the orchestrator dropped may wait for the records of the next step, so that
+    both are stored by one request; ``batch_ids_max`` of them do not wait. Also between looks for marks in the root."""
+    seal_retry_s: Positive = 60.0
+    """On a root that is no folder: how long a step, a commit or a close tries to store its records before it fails."""
     adopt_poll_s: Positive = 1.0
     """Between the orchestrator's looks for replicas that died."""
     adopt_drain_s: Annotated[float, Meta(ge=0)] = 2.0

@@ -39,6 +39,8 @@ POINTS: Final[dict[str, str]] = {
     "journal.append.after": "after each record's write",
     "journal.sync.before": "before a journal is made durable",
     "journal.sync.after": "after a journal was made durable",
+    "segment.put.before": "the root is no folder: before a piece of a journal is put there",
+    "segment.put.after": "the root is no folder: a piece of a journal is there",
     "marker.create.before": "before a fence, a .dead marker or the recovery's lock appears",
     "marker.create.after": "a fence, a .dead marker or the recovery's lock is there and durable",
     "marker.release.before": "before the recovery's lock is removed",

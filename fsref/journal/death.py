@@ -27,10 +27,10 @@ def how_ended(ledger: Ledger, journal: OpenJournal, *, forced: Collection[str] =
     inc = journal.fold.inc
     if journal.fold.sealed:
         return "closed"
-    if is_dead(ledger, inc):
+    if journal.dead or is_dead(ledger, inc):
         return "dead"
     opened = journal.fold.open
-    if opened is not None and _same_boot(opened) and (_lock_is_free(journal_path(ledger.folder, inc)) or _process_is_gone(opened)):
+    if opened is not None and _same_boot(opened) and (_lock_is_free(ledger, inc) or _process_is_gone(opened)):
         return "flock"
     return "forced" if inc in forced else None
 
@@ -58,10 +58,12 @@ def _same_boot(opened: Open) -> bool:
     return bool(here.boot_id) and (opened.host, opened.boot_id) == (here.host, here.boot_id)
 
 
-def _lock_is_free(path: Path) -> bool:
-    """Whether nobody holds the journal's lock. Its own fd, so that the probe's lock ends with it."""
+def _lock_is_free(ledger: Ledger, inc: str) -> bool:
+    """Whether the journal is here and nobody holds its lock. Its own fd, so that the probe's lock ends with it."""
+    if ledger.folder is None:
+        return False
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(journal_path(ledger.folder, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

@@ -21,6 +21,7 @@ from fsref.errors import JournalPoisoned, LedgerError, StoreDenied, StoreError, 
 from fsref.failpoints import failpoint
 from fsref.journal import identity
 from fsref.journal.place import Ledger
+from fsref.journal.segments import Sealer
 from fsref.ledger import records
 from fsref.ledger.ids import IDS_PART_MAX, pack_known, pack_parts
 from fsref.ledger.records import AnyRecord, encode_line
@@ -32,6 +33,7 @@ SMALL_SET_MAX: Final = 256
 """So few ids fit one line whatever their producers are."""
 BYTES_PART_MAX: Final = 30_000
 """Of a piece of a set that is split; ``done`` may carry a second set of that size."""
+SEAL_RETRY_S: Final = 60.0
 _open_journals: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
 
@@ -78,36 +80,30 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def sync_journal(ledger: Ledger, inc: str) -> None:
-    """Makes another incarnation's journal durable before it is adopted up to its end: a power loss must not shorten it after that."""
-    try:
-        fd = os.open(journal_path(ledger.folder, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as e:
-        raise as_store_error(e, f"cannot sync the journal of {inc}") from e
-
-
 class Journal:
     """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
 
-    def __init__(self, ledger: Ledger, inc: str, *, run_uuid: str) -> None:
-        """Creates the file under a private name, locks it, writes ``open``, then gives it its name. Raises ``StoreError`` subclasses."""
+    def __init__(self, ledger: Ledger, inc: str, *, run_uuid: str, retry_s: float = SEAL_RETRY_S) -> None:
+        """Creates the file under a private name, locks it, writes ``open``, then gives it its name. Raises ``StoreError`` subclasses.
+
+        On a root that is no folder ``open`` is sealed too: who is at work can be told from every machine. ``retry_s``: how long sealing
+        is tried.
+        """
         self.inc = inc
-        self.path = journal_path(ledger.folder, inc)
+        self.path = journal_path(ledger.here, inc)
         self._lock = threading.Lock()
         self._fd = -1
         self._poison = ""
         self._size = 0
         self._synced = 0
+        self._retry_s = retry_s
+        self._sealer = Sealer(ledger.store, inc, self._read) if ledger.store is not None else None
         who = identity.this_process()
         staging = self.path.with_name(f".{self.path.name}.tmp")
         opened = records.Open(
             now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
         )
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._fd = os.open(staging, flags, FILE_MODE)
         except OSError as e:
@@ -116,7 +112,7 @@ class Journal:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             _open_journals.add(self)
             self.append(opened)
-            self.sync()
+            self._sync_file(self._size)
             failpoint("journal.open.before")
             self._name(staging)  # a journal that can be seen is locked and names its process
             failpoint("journal.open.after")
@@ -125,6 +121,12 @@ class Journal:
             with contextlib.suppress(OSError):
                 staging.unlink()
             raise self._not_created(e) from e
+        try:
+            self.seal()
+        except (StoreError, LedgerError):
+            self.append(records.Close(now_ms()))  # nobody shall take it for a live one
+            self._close_fd()
+            raise
 
     def _name(self, staging: Path) -> None:
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -140,6 +142,11 @@ class Journal:
             return as_store_error(error, asked)
         cause = error.__cause__
         return as_store_error(cause, asked) if isinstance(cause, OSError) else StoreFull(f"{asked}: {error}")
+
+    @property
+    def size(self) -> int:
+        """Bytes appended: the offset behind the last record."""
+        return self._size
 
     @property
     def poisoned(self) -> bool:
@@ -169,11 +176,46 @@ class Journal:
                 self._size += count
             return start
 
-    def sync(self) -> None:
-        """Makes everything appended so far durable. Raises ``JournalPoisoned``: after a failed sync nothing is known about the tail."""
+    def sync(self, upto: int | None = None, *, retry_s: float | None = None) -> None:
+        """Makes records durable (W1, W2): all that were appended so far, or those before the offset ``upto``.
+
+        On a root that is no folder that takes a segment too, of an env worker excepted: if its node is lost its keeps are lost with its
+        drops, so it seals at its close. Raises ``JournalPoisoned``: after a failed sync nothing is known about the tail. ``StoreError``:
+        the segment may not be there after ``retry_s`` seconds of trying; nothing counts as durable, call again. ``Fenced``.
+        """
         with self._lock:
             self._check()
-            if self._synced == self._size:
+            need = self._size if upto is None else upto
+        self._sync_file(need)
+        if not self.inc.startswith("env."):
+            self.seal(need, retry_s=retry_s)
+
+    def seal(self, upto: int | None = None, *, retry_s: float | None = None) -> None:
+        """Puts what was synced and not sealed yet into the root, if the records before ``upto`` are not all there. Nothing on a folder.
+
+        Raises ``StoreError``, ``Fenced``.
+        """
+        if self._sealer is not None and self._sealer.sealed < (self._synced if upto is None else upto):
+            self._sealer.seal(self._synced, retry_s=self._retry_s if retry_s is None else retry_s)
+
+    def _read(self, offset: int, count: int) -> bytes:
+        with self._lock:
+            self._check()
+            fd = os.dup(self._fd)
+        try:
+            out = os.pread(fd, count, offset)
+        except OSError as e:
+            raise as_store_error(e, f"cannot read {self.path}") from e
+        finally:
+            os.close(fd)
+        if len(out) != count:
+            raise StoreError(f"{self.path} gave {len(out)} of {count} bytes at {offset}")
+        return out
+
+    def _sync_file(self, need: int) -> None:
+        with self._lock:
+            self._check()
+            if self._synced >= need:
                 return
             size, fd = self._size, os.dup(self._fd)
         try:

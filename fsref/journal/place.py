@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from fsref.errors import ConfigError
 from fsref.store.base import Store
 
 
@@ -14,12 +15,24 @@ from fsref.store.base import Store
 class Ledger:
     """The ledger of one run."""
 
-    folder: Path
-    """Live journals of this node (of every node, where the folder is shared)."""
+    folder: Path | None
+    """Live journals of this node (of every node, where the folder is shared). None: this machine has none of them."""
     store: Store | None = None
     """The root where that is no folder: sealed segments and markers are objects there. None: the folder has everything."""
 
     @classmethod
-    def of(cls, store: Store, folder: Path) -> Self:
+    def of(cls, store: Store, folder: Path | None) -> Self:
         """The ledger of the run that ``store`` is the root of."""
         return cls(folder, None if store.posix_path is not None else store)
+
+    @property
+    def here(self) -> Path:
+        """The folder, for whoever cannot do without one. Raises ``ConfigError``."""
+        if self.folder is None:
+            raise ConfigError("the run's folder is not known here: name the folder that holds its config.json and its ledger")
+        return self.folder
+
+    @property
+    def text(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.store.url}/ledger" if self.store is not None else str(self.folder)

@@ -85,7 +85,7 @@ class RunFold:
         return self.adopted(inc) or (fold is not None and fold.sealed)
 
     def whole(self, inc: str) -> bool:
-        """Whether every keep of a producer is in its journal: it closed, or was adopted on the boot on which it wrote.
+        """Whether every keep of a producer is in its journal: it closed, or was adopted on the boot on which it wrote, with its count.
 
         A worker syncs its journal before it removes, not at each keep; so after a power loss an object may have been taken, and even
         removed, whose keep is gone. What happened to it is still settled by the others' journals and the listing.
@@ -94,7 +94,7 @@ class RunFold:
         if fold is None or fold.open is None or fold.sealed:
             return fold is not None and fold.sealed
         found = self.adoption_of(inc)
-        heir = self.journals[found[0]].open if found else None
+        heir = self.journals[found[0]].open if found and found[1].n is not None else None
         return heir is not None and (heir.host, heir.boot_id) == (fold.open.host, fold.open.boot_id)
 
     @cached_property

@@ -23,8 +23,8 @@ Numbers = Container[int] | SeqSet
 class Settlement:
     """What is left of one producer."""
 
-    n: int
-    """Final count of sequence numbers."""
+    n: int | None
+    """Final count of sequence numbers; None where the end of its journal is lost, so that nobody knows."""
     extra: tuple[int, ...] = ()
     """Present without a keep."""
     void: tuple[int, ...] = ()
@@ -47,13 +47,18 @@ def settle(
     spoken_for: Numbers,
     staged: Iterable[int] = (),
     sealed_extra: Container[int] | None = None,
+    partial: bool = False,
 ) -> Settlement:
     """Decides about every number of a producer that has ended.
 
     ``listed`` are the numbers that a complete listing showed, ``dropped`` those that someone dropped, ``spoken_for`` those whose right
     somebody else holds (taken, or parked in a step). ``staged``: numbers whose write was cut off. ``sealed_extra``: what an earlier
-    adoption found without a keep; nothing else can have come since.
+    adoption found without a keep; nothing else can have come since. ``partial``: the end of its journal is lost, or all of it. Then
+    whatever is listed may be its own, numbers that are not listed say nothing, and a keep without its object is no loss: the drop was
+    written behind it.
     """
+    if partial:
+        return _settle_partial(fold, listed, dropped=dropped, spoken_for=spoken_for, sealed_extra=sealed_extra)
     ceiling = max(fold.kept, default=-1) + 1 + SEQ_AHEAD_MAX
     unexpected = {s for s in listed if s >= ceiling or (sealed_extra is not None and s not in fold.kept and s not in sealed_extra)}
     present = set(listed) - unexpected
@@ -70,6 +75,22 @@ def settle(
         orphans=tuple(sorted(s for s in free if s in present)),
         unjournaled=tuple(s for s in extra if s not in dropped and s not in spoken_for),
         unexpected=tuple(sorted(unexpected)),
+    )
+
+
+def _settle_partial(
+    fold: JournalFold, listed: Iterable[int], *, dropped: Numbers, spoken_for: Numbers, sealed_extra: Container[int] | None
+) -> Settlement:
+    present = sorted(listed)
+    late = [] if sealed_extra is None else [s for s in present if s not in fold.kept and s not in sealed_extra]
+    mine = [s for s in present if s not in late] if late else present
+    free = [s for s in mine if s not in dropped and s not in spoken_for]
+    return Settlement(
+        n=None,
+        extra=tuple(s for s in mine if s not in fold.kept),
+        orphans=tuple(s for s in free if s in fold.kept),
+        unjournaled=tuple(s for s in free if s not in fold.kept),
+        unexpected=tuple(late),
     )
 
 
@@ -95,13 +116,13 @@ def adopt_records(h: str, *, how: str, end: int, settlement: Settlement | None, 
 
 def _split_text(seqs: tuple[int, ...]) -> list[str]:
     """Packed ranges in pieces that fit three to a line."""
-    step = _TEXT_MAX // 11
-    if not seqs:
-        return []
-    text = pack_seqs(seqs)
-    if len(text) <= _TEXT_MAX and len(seqs) <= IDS_RECORD_MAX:
-        return [text]
-    return [pack_seqs(seqs[at : at + step]) for at in range(0, len(seqs), step)]
+    out: list[str] = []
+    for start in range(0, len(seqs), IDS_RECORD_MAX):
+        piece = seqs[start : start + IDS_RECORD_MAX]
+        text = pack_seqs(piece)
+        step = len(piece) if len(text) <= _TEXT_MAX else _TEXT_MAX // 11
+        out += [pack_seqs(piece[at : at + step]) for at in range(0, len(piece), step)]
+    return out
 
 
 @dataclass(frozen=True)
@@ -121,26 +142,36 @@ class RecoveryPlan:
 
 
 def plan_recovery(
-    run: RunFold, view: StoreView, *, resume_step: int | None, replay: bool, published: Container[StepKey], sealed: Container[str]
+    run: RunFold,
+    view: StoreView,
+    *,
+    resume_step: int | None,
+    replay: bool,
+    published: Container[StepKey],
+    sealed: Container[str],
+    lost: Collection[str] = (),
+    partial: Container[str] = (),
 ) -> RecoveryPlan:
     """Decides about every id of a stopped run.
 
     ``resume_step`` c: steps up to c are behind the trainer's checkpoint; None is infinity, nothing is left. With ``replay``, steps
-    beyond c whose step file is ``published`` stay parked. Producers in ``sealed`` were settled by an earlier adoption.
+    beyond c whose step file is ``published`` stay parked. Producers in ``sealed`` were settled by an earlier adoption; those in ``lost``
+    have no journal at all any more, of those in ``partial`` its end is lost: the listing settles them.
     """
     parked = _parked(run, resume_step, published) if replay and resume_step is not None else {}
     settlements: dict[str, Settlement] = {}
     recovered: list[str] = []
     unjournaled: list[str] = []
     unexpected: list[str] = []
-    for inc in run.producers:
+    for inc in (*run.producers, *lost):
         found = settle(
-            run.journals[inc],
+            run.journals.get(inc) or JournalFold(inc),
             view.present.get(inc, ()),
             dropped=run.drops.get(inc, {}),
             spoken_for=parked.get(inc, set()),
             staged=view.staged(inc),
             sealed_extra=run.extra.get(inc, set()) if inc in sealed else None,
+            partial=inc in lost or inc in partial,
         )
         if inc not in sealed:
             settlements[inc] = found

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fsref.errors import Fenced, LedgerError
 from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
-from fsref.journal.file import sync_journal
 from fsref.journal.markers import read_adopted, write_adopted
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
+from fsref.journal.secure import sync_journal
 from fsref.ledger.predicates import StoreView
 from fsref.reaper.listing import list_objects
 from fsref.refs import check_incarnation
@@ -26,6 +26,8 @@ class Remains:
     journal: OpenJournal
     how: How
     view: StoreView
+    partial: bool = False
+    """Its node took the end of its journal along: the listing settles what its records would have said."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,20 @@ def fence_and_read(
     check_incarnation(inc)
     if not inc.startswith("env."):
         raise LedgerError(f"{inc} is no env incarnation: only `fsref recover`, with the run stopped, adopts the others")
-    reader = LedgerReader(ledger, run_uuid=run_uuid)
+    reader = LedgerReader(ledger, run_uuid=run_uuid, compare=False)
     journal = reader.read_one(inc)
     if journal is None or reader.problems:
-        raise LedgerError(f"{inc} cannot be adopted: {'; '.join(reader.problems) or f'it has no journal under {ledger.folder}'}")
+        raise LedgerError(f"{inc} cannot be adopted: {'; '.join(reader.problems) or f'it has no journal in {ledger.text}'}")
     how = how_ended(ledger, journal, forced=(inc,) if force else ())
     if how is None:
         raise LedgerError(f"{inc} cannot be adopted: it may be alive (no close, no .dead marker, its lock is held); reap its process first")
     fence(ledger, inc, by=by, ended=ended)
     failpoint("adopt.after_fence")
-    sync_journal(ledger, inc)
+    reader.read_one(inc)
+    sync_journal(ledger, journal)
     reader.read_one(inc)
     if journal.problem:
         raise LedgerError(f"{inc} cannot be adopted: {journal.problem}")
     view = list_objects(store, f"obj/{inc}")
     failpoint("adopt.after_list")
-    return Remains(journal, how, view)
+    return Remains(journal, how, view, partial=journal.partial(ledger))

@@ -15,7 +15,7 @@ from fsref.reaper.listing import list_objects
 from fsref.store.base import Store
 
 
-def audit(store: Store, ledger_dir: Path, *, run: str, run_uuid: str | None = None) -> Audit:
+def audit(store: Store, ledger_dir: Path | None, *, run: str, run_uuid: str | None = None) -> Audit:
     """Judges a run, live or stopped; safe at any time.
 
     ``run_uuid`` (from ``run.json``) refuses journals of another run with ``RunMismatch``. Everything that cannot be read makes the
@@ -33,7 +33,7 @@ def audit(store: Store, ledger_dir: Path, *, run: str, run_uuid: str | None = No
     merged = reader.merge()
     merged.problems += problems
     if not merged.journals:
-        merged.problems.append(f"there is no journal under {ledger_dir}")
+        merged.problems.append(f"there is no journal in {reader.ledger.text}")
     return conclude(run, evidence_of(merged, view, settled))
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from fsref.config import LedgerSection
 from fsref.errors import FsrefError
 from fsref.failpoints import failpoint
-from fsref.journal.death import ends_with_close
 from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
-from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
@@ -16,6 +14,7 @@ from fsref.ledger.ids import pack_known, sum_of
 from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
+from fsref.reaper.ended import EndedReplicas
 from fsref.reaper.holder import Holder
 from fsref.reaper.succession import Inheritance, is_published, succeed
 from fsref.reaper.watch import DeathWatch
@@ -42,11 +41,13 @@ class ConsumerHolder(Holder):
         self._adopted: dict[str, Adopted] = {}
         self._rights = ConsumerRights(self.inc, strict=self._section.strict)
         self._count = dict.fromkeys(("taken", "taken_bytes", "dropped", "shipped", "shipped_bytes"), 0)
-        self._others = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
+        self._others = LedgerReader(self._ledger, run_uuid=self._run.run_uuid, compare=False)
+        self._ended = EndedReplicas(self._ledger, root_poll_s=self._section.seal_wait_s)
         self.inherited = Inheritance()
         """What was taken over from the orchestrators before this one."""
         if self.role == "orc":
             try:
+                self._check_creates_once()
                 self._succeed()
             except FsrefError:
                 self._give_up()
@@ -107,13 +108,15 @@ class ConsumerHolder(Holder):
         """
         with self._lock:
             self._deleter.check()
-            self._deleter.fence()
+            if self._ledger.store is None:
+                self._deleter.fence()  # on another root sealing fails once an adopter has taken the next segment's name
             ids = self._rights.ship(step, sizes)
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
             failpoint("ship.before_append")
             self._journal.append(*parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
             self._count["shipped"] += n
             self._count["shipped_bytes"] += byte_count
+            self._deleter.promote()
         failpoint("ship.after_append")
         self._journal.sync()
         failpoint("ship.after_sync")
@@ -144,7 +147,14 @@ class ConsumerHolder(Holder):
         dropped = fold.drops.get(inc, {})
         with self._lock:
             view, spoken_for = remains.view, elsewhere.union(self._rights.took(inc))
-            found = settle(fold, view.present.get(inc, ()), dropped=dropped, spoken_for=spoken_for, staged=view.staged(inc))
+            found = settle(
+                fold,
+                view.present.get(inc, ()),
+                dropped=dropped,
+                spoken_for=spoken_for,
+                staged=view.staged(inc),
+                partial=remains.partial,
+            )
             self._rights.refuse(inc)
             self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
             failpoint("adopt.after_append")
@@ -165,10 +175,9 @@ class ConsumerHolder(Holder):
     def _taken_by_others(self, inc: str) -> set[int]:
         """What an orchestrator before this one, or an eval process, took of a producer: theirs, or of a step."""
         taken: set[int] = set()
-        for path in self._ledger.folder.glob("*.jnl"):
-            if path.stem != self.inc and path.name.startswith(("orc.", "evl.")):
-                found = self._others.read_one(path.stem)
-                taken.update(found.fold.taken.get(inc, ()) if found else ())
+        self._others.refresh(lambda other: other != self.inc and other.startswith(("orc.", "evl.")))
+        for other in self._others.journals.values():
+            taken.update(other.fold.taken.get(inc, ()))
         return taken
 
     def dead_incarnations(self) -> list[str]:
@@ -177,18 +186,7 @@ class ConsumerHolder(Holder):
         Ended is who has a ``.dead`` marker or wrote a close record (its replica stopped, or rotated for a new orchestrator). An
         orchestrator adopts them by itself (``ledger.adopt_poll_s``).
         """
-        names = {path.name for path in self._ledger.folder.iterdir()}
-        journals = [name.removesuffix(".jnl") for name in names if name.startswith("env.") and name.endswith(".jnl")]
-        left = [inc for inc in journals if inc not in self._adopted and self._may_adopt(inc, names)]
-        return sorted(inc for inc in left if f"{inc}.dead" in names or ends_with_close(self._ledger.folder, inc))
-
-    def _may_adopt(self, inc: str, names: set[str]) -> bool:
-        """No fence, or our own: then an earlier attempt stopped behind it. One of an orchestrator before us died with its attempt, unless
-        its adoption is recorded, which came to us with its rights."""
-        if f"{inc}.adopted" not in names:
-            return True
-        owner = read_adopted(self._ledger, inc)
-        return owner == self.inc or (owner in self.inherited.ended and inc not in self.inherited.settled)
+        return self._ended.find(by=self.inc, adopted=self._adopted, heirs_of=self.inherited.ended, settled=self.inherited.settled)
 
     def holds(self, object_id: str) -> bool:
         """Whether this process holds the right to an object now."""

@@ -1,7 +1,8 @@
 """The background deleter of one holder: batches, W1, fence, deletions, ``done``; failures wait and are tried again.
 
-Owns its thread. Never blocks a caller; ``close`` waits up to a deadline. Refuses to delete once the journal is poisoned or the own
-incarnation was adopted; callers see that as ``JournalPoisoned`` or ``Fenced`` at their next call.
+Owns its thread, and on a root that is no folder the waiting of drops for a seal that comes anyway (a step's): there every W1 of an
+orchestrator is a request. Never blocks a caller; ``close`` waits up to a deadline. Refuses to delete once the journal is poisoned or the
+own incarnation was adopted; callers see that as ``JournalPoisoned`` or ``Fenced`` at their next call.
 """
 
 import random
@@ -19,7 +20,7 @@ from fsref.journal.place import Ledger
 from fsref.ledger import records
 from fsref.ledger.ids import ids_of, pack, pack_known
 from fsref.reaper.backlog import Backlog
-from fsref.reaper.delete import Outcome, back_off_s, delete_once
+from fsref.reaper.delete import back_off_s, delete_once
 from fsref.store.base import Store
 
 IDS_SET_MAX: Final = 1 << 20
@@ -29,10 +30,16 @@ IDS_SET_MAX: Final = 1 << 20
 class Deleter:
     """Removes ids whose ``drop`` was appended to ``journal``. Thread-safe; the thread starts with the first id."""
 
-    def __init__(self, store: Store, ledger: Ledger, journal: Journal, section: LedgerSection) -> None:
+    def __init__(self, store: Store, ledger: Ledger, journal: Journal, section: LedgerSection, *, seal_wait_s: float = 0.0) -> None:
+        """``seal_wait_s``: how long drops wait for ``promote``, before they are sealed for their own sake; 0: they do not wait."""
         self._store, self._ledger, self._journal, self._section = store, ledger, journal, section
         self._wake = threading.Condition()
         self._backlog = Backlog(ids_max=section.queue_ids_max)
+        self._held = Backlog(ids_max=section.queue_ids_max)  # their drops wait to be sealed
+        self._held_since = 0.0
+        self._seal_wait_s = seal_wait_s
+        self._need = 0  # what must be durable before anything of the backlog is removed: an offset of the journal
+        self._unsealed_tries = 0
         self._busy = 0
         self._idle = False
         self._stopping = False
@@ -50,7 +57,10 @@ class Deleter:
     def pending(self) -> int:
         """Dropped ids that are not removed yet: the gauge ``pending_delete``."""
         with self._wake:
-            return len(self._backlog) + self._busy
+            return self._left()
+
+    def _left(self) -> int:
+        return len(self._backlog) + len(self._held) + self._busy
 
     def check(self) -> None:
         """Raises what stopped the deleter: ``JournalPoisoned`` or ``Fenced``."""
@@ -62,18 +72,37 @@ class Deleter:
         if not object_ids:
             return
         with self._wake:
-            self._backlog.add(object_ids, attempt=attempt)
+            if self._seal_wait_s and attempt == 0:
+                self._held_since = self._held_since if self._held.ready else monotonic()
+                self._held.add(object_ids, attempt=0)
+            else:
+                self._backlog.add(object_ids, attempt=attempt)
+                self._need = self._journal.size
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fsref-deleter-{self._journal.inc}", daemon=True)
                 self._thread.start()
-            elif self._idle or self._backlog.ready >= self._section.batch_ids_max:
+            elif self._idle or max(self._backlog.ready, self._held.ready) >= self._section.batch_ids_max:
                 self._wake.notify_all()  # else it looks again when the batch's time is up: a wake-up per id costs more than the id
+
+    def promote(self) -> None:
+        """A seal is coming that covers all that was appended so far: what was dropped before this call waits no longer."""
+        with self._wake:
+            if self._promote():
+                self._wake.notify_all()
+
+    def _promote(self) -> bool:
+        if not self._held.ready:
+            return False
+        self._backlog.add(self._held.take(self._held.ready), attempt=0)
+        self._need = self._journal.size
+        return True
 
     def flush(self, *, deadline_s: float) -> int:
         """Waits until nothing is pending, up to ``deadline_s`` seconds. Returns what still is."""
         end = monotonic() + deadline_s
+        self.promote()
         with self._wake:
-            while (len(self._backlog) or self._busy) and self._failure is None and monotonic() < end:
+            while self._left() and self._failure is None and monotonic() < end:
                 self._wake.wait(min(0.05, max(0.0, end - monotonic())))
         return self.pending
 
@@ -106,7 +135,7 @@ class Deleter:
             while True:
                 now = monotonic()
                 self._backlog.wake(now)
-                due = self._backlog.next_due_s
+                due = self._due_s(now)
                 if self._backlog.ready:
                     first = first or now
                     if self._stopping or self._backlog.ready >= size_max or now - first >= wait_s:
@@ -118,25 +147,47 @@ class Deleter:
                     timeout = None if due is None else due - now
                 if self._stopping and timeout is not None:
                     timeout = min(timeout, max(0.0, self._deadline - now))
-                self._idle = not self._backlog.ready
+                self._idle = not self._backlog.ready and not self._held.ready
                 self._wake.wait(timeout)
                 self._idle = False
             batch = self._backlog.take(size_max)
             self._busy = len(batch)
             return batch
 
-    def _attempt(self, object_ids: list[str]) -> Outcome:
-        failpoint("deleter.before_sync")
-        self._journal.sync()  # W1
-        failpoint("deleter.after_sync")
+    def _due_s(self, now: float) -> float | None:
+        """When there is something to do next: a failed id may be tried again, or held ones have waited for a seal long enough."""
+        if self._held.ready:
+            full = self._held.ready >= self._section.batch_ids_max
+            if self._stopping or full or now - self._held_since >= self._seal_wait_s:
+                self._promote()
+            elif self._backlog.next_due_s is None:
+                return self._held_since + self._seal_wait_s
+            else:
+                return min(self._backlog.next_due_s, self._held_since + self._seal_wait_s)
+        return self._backlog.next_due_s
+
+    def _is_safe(self, attempts: dict[str, int]) -> bool:
+        """W1 and the fence. False if the store did not say: nothing is removed, and the ids wait as they were."""
         try:
+            failpoint("deleter.before_sync")
+            self._journal.sync(self._need, retry_s=0.0)
+            failpoint("deleter.after_sync")
             self.fence()
-        except StoreError as e:  # whether the fence is up cannot be known now: nothing is removed, and it is asked again
-            return Outcome(failed=dict.fromkeys(object_ids, e))
-        return delete_once(self._store, object_ids, threads=self._section.delete_threads)
+        except StoreError:
+            with self._wake:
+                self._unsealed_tries += 1
+                self.retried += len(attempts)
+                self._backlog.wait(attempts, due_s=monotonic() + back_off_s(self._unsealed_tries, rng=self._rng))
+                self._busy = 0
+                self._wake.notify_all()
+            return False
+        self._unsealed_tries = 0
+        return True
 
     def _remove(self, attempts: dict[str, int]) -> None:
-        result = self._attempt(list(attempts))
+        if not self._is_safe(attempts):
+            return
+        result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
         by_attempt: dict[int, list[str]] = {}
         for object_id in result.done:
             by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
@@ -160,7 +211,7 @@ class Deleter:
             self._wake.notify_all()
 
     def fence(self) -> None:
-        """One stat: raises ``Fenced`` if this incarnation was adopted."""
+        """One stat, or one HEAD: raises ``Fenced`` if this incarnation was adopted, ``StoreError`` if that cannot be known."""
         check_fence(self._ledger, self._journal.inc)
 
 

@@ -34,7 +34,7 @@ class EnvHolder(Holder):
 
     def prefixes(self) -> list[str]:
         """The folders of everything that this worker's place in the run has put: this incarnation's, and those before it."""
-        found = {path.stem for path in self._ledger.folder.glob(f"env.{self._label}.*.jnl")}
+        found = {path.stem for path in self._ledger.here.glob(f"env.{self._label}.*.jnl")}
         return sorted(f"obj/{inc}" for inc in found | {self.inc} if INCARNATION.fullmatch(inc))
 
     def next_seq(self) -> int:

@@ -3,19 +3,17 @@
 Owns the look-up; the facts come from the same fold as the audit. Times are wall clocks of the writers, for information only.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fsref.errors import LedgerError, StoreError
-from fsref.journal.file import as_store_error, journal_path
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.ids import split
 from fsref.ledger.merge import Place
-from fsref.ledger.records import LINE_BYTES_MAX, decode_line, line_ok
+from fsref.ledger.records import decode_line, line_ok
 from fsref.store.base import Store
 
 State = Literal["unknown", "live", "dropped", "removed"]
@@ -38,17 +36,16 @@ class History:
     done_ms: int = 0
 
 
-def history(store: Store, ledger_dir: Path, object_ids: Iterable[str]) -> dict[str, History]:
+def history(store: Store, ledger_dir: Path | None, object_ids: Iterable[str]) -> dict[str, History]:
     """The history of each object; ``unknown`` where no journal names it. One pass over all journals.
 
     Raises ``BadRef`` for an id outside the grammar, ``RunMismatch``; damaged journals count up to their damage.
     """
     wanted = [(object_id, *split(object_id)) for object_id in object_ids]
-    ledger = Ledger.of(store, ledger_dir)
-    reader = LedgerReader(ledger)
+    reader = LedgerReader(Ledger.of(store, ledger_dir), compare=False)
     reader.refresh()
     run = reader.merge(accept_corrupt=True)
-    times = _Times(ledger)
+    times = _Times(reader)
     out: dict[str, History] = {}
     for object_id, inc, seq in wanted:
         fold = run.journals.get(inc)
@@ -75,8 +72,8 @@ def history(store: Store, ledger_dir: Path, object_ids: Iterable[str]) -> dict[s
 class _Times:
     """The wall clock of the record at a place, read from its line again: the fold does not carry what it must not use."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, reader: LedgerReader) -> None:
+        self._reader = reader
         self._known: dict[Place, int] = {}
 
     def at(self, place: Place) -> int:
@@ -85,14 +82,7 @@ class _Times:
         return self._known[place]
 
     def _read(self, inc: str, offset: int) -> int:
-        try:
-            fd = os.open(journal_path(self._ledger.folder, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                line = os.pread(fd, LINE_BYTES_MAX, offset).partition(b"\n")[0]
-            finally:
-                os.close(fd)
-        except OSError as e:
-            raise as_store_error(e, f"cannot read the journal of {inc}") from e
+        line = self._reader.line_at(inc, offset)
         if not line_ok(line):
             raise StoreError(f"the journal of {inc} changed at {offset} while it was read")
         try:

@@ -4,6 +4,7 @@ Owns the order *decide, append, hand to the deleter*. Refuses to open in a folde
 """
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -17,11 +18,14 @@ from fsref.failpoints import failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
 from fsref.journal.place import Ledger
+from fsref.journal.root_marks import creates_once
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
 from fsref.reaper.deleter import Deleter, write_drop
 from fsref.refs import check_run
 from fsref.store.base import Deletion, Store
+
+_log = logging.getLogger(__name__)
 
 
 class Holder:
@@ -40,8 +44,11 @@ class Holder:
 
     def _open(self) -> None:
         self.inc = mint(self.role, self._label)
-        self._journal = Journal(self._ledger, self.inc, run_uuid=self._run.run_uuid)
-        self._deleter = Deleter(self._store, self._ledger, self._journal, self._section)
+        self._journal = Journal(self._ledger, self.inc, run_uuid=self._run.run_uuid, retry_s=self._section.seal_retry_s)
+        # An orchestrator's W1 costs a request where the root is no folder, so its drops wait for a step's. Trainers drop by whole steps,
+        # env workers seal at their close only.
+        wait_s = self._section.seal_wait_s if self._ledger.store is not None and self.role in ("orc", "evl") else 0.0
+        self._deleter = Deleter(self._store, self._ledger, self._journal, self._section, seal_wait_s=wait_s)
         self._closed = False
 
     @property
@@ -78,6 +85,7 @@ class Holder:
             failpoint("close.before_append")
             self._journal.append(records.Close(now_ms(), n=n, void=void, counters={k: v for k, v in counters.items() if v}))
             self._journal.sync()
+            self._journal.seal()
             failpoint("close.after_sync")
         finally:
             self._journal.close()
@@ -90,9 +98,18 @@ class Holder:
             self._deleter.fence()
         except Fenced:
             return True
-        except JournalPoisoned:
-            return False
+        except (JournalPoisoned, StoreError):
+            return False  # not known: its removals ask again, before each batch
         return False
+
+    def _check_creates_once(self) -> None:
+        """Whoever fences asks the root once whether it can: a store that ignores the condition of a put is named in the log."""
+        if self._ledger.store is not None and not creates_once(self._ledger.store):
+            _log.warning(
+                "%s lets a put replace an object that is there (it ignores If-None-Match): only one process at a time may adopt or "
+                "recover on this root, see docs/ledger.md",
+                self._store.url,
+            )
 
     def _give_up(self) -> None:
         """The start failed after the journal was opened: closes it, so that nobody takes this incarnation for a live one."""

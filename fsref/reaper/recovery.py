@@ -5,6 +5,7 @@ anywhere is repaired by running it again: the dead ``rec`` incarnation is adopte
 """
 
 import contextlib
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from fsref.config import LedgerSection
 from fsref.errors import BadRef, JournalCorrupt, JournalPoisoned, RunBusy, StoreError, StoreUnavailable
 from fsref.failpoints import failpoint
 from fsref.journal.death import How, how_ended
-from fsref.journal.file import Journal, make_folder, now_ms, sync_journal
+from fsref.journal.file import SEAL_RETRY_S, Journal, make_folder, now_ms
 from fsref.journal.identity import mint
 from fsref.journal.markers import acquire_lock, release_lock
 from fsref.journal.place import Ledger
-from fsref.journal.read import LedgerReader
+from fsref.journal.read import LedgerReader, OpenJournal
+from fsref.journal.root_marks import creates_once
 from fsref.journal.run import RunInfo
+from fsref.journal.secure import sync_journal
 from fsref.ledger import records
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import StoreView
@@ -35,6 +38,7 @@ from fsref.refs import object_name
 from fsref.store.base import Deletion, Store, check_name
 
 DELETE_DEADLINE_S = 120.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class _Scene:
     view: StoreView
     ends: Mapping[str, int]
     hows: Mapping[str, How]
+    journals: Mapping[str, OpenJournal]
+    partial: frozenset[str]
+    """Producers of which the end of the journal is on a node that is not this one."""
+    lost: tuple[str, ...]
+    """Producers that have ended, and of which there is no journal."""
 
 
 def recover(
@@ -89,22 +98,30 @@ def recover(
     """
     make_folder(ledger_dir)
     ledger = Ledger.of(store, ledger_dir)
-    with Journal(ledger, mint("rec", "main"), run_uuid=run.run_uuid) as journal:
+    retry_s = section.seal_retry_s if section is not None else SEAL_RETRY_S
+    with Journal(ledger, mint("rec", "main"), run_uuid=run.run_uuid, retry_s=retry_s) as journal:
         inc = journal.inc
         try:
             failpoint("recover.after_open")
+            _check_creates_once(ledger)
             _lock(ledger, inc, run, force_dead=force_dead)
             failpoint("recover.after_lock")
             scene = _look(store, ledger, inc, run, force_dead=force_dead, accept_corrupt=accept_corrupt)
         except BaseException:
-            with contextlib.suppress(JournalPoisoned, StoreError):  # the next recovery takes over what this one could not close
-                journal.append(records.Close(now_ms()))
-                release_lock(ledger, inc)
+            _withdraw(journal, ledger)
             raise
         failpoint("recover.after_look")
         published = {key for key in scene.run.ships if replay == "keep" and is_published(store, key)}
-        sealed = [p for p in scene.run.producers if scene.run.adopted(p)]
-        plan = plan_recovery(scene.run, scene.view, resume_step=resume_step, replay=replay == "keep", published=published, sealed=sealed)
+        plan = plan_recovery(
+            scene.run,
+            scene.view,
+            resume_step=resume_step,
+            replay=replay == "keep",
+            published=published,
+            sealed=[p for p in (*scene.run.producers, *scene.lost) if scene.run.adopted(p)],
+            lost=scene.lost,
+            partial=scene.partial,
+        )
         check_fence(ledger, inc)
         _record(journal, ledger, scene, plan)
         pending = _remove(store, ledger, journal, plan, section=section or LedgerSection(), deadline_s=deadline_s)
@@ -163,16 +180,49 @@ def _look(store: Store, ledger: Ledger, inc: str, run: RunInfo, *, force_dead: C
     ends = reader.refresh()  # again: one that was alive at the first look may have written before it ended
     damaged = [j.problem for j in reader.journals.values() if j.problem] + reader.problems
     merged = reader.merge(accept_corrupt=accept_corrupt)
-    alive = [i for i, how in hows.items() if how is None and not merged.adopted(i)]
+    alive = [i for i in reader.journals if i != inc and hows.get(i) is None and not merged.adopted(i)]
     if alive:
         raise RunBusy(f"{len(alive)} incarnations may be alive: {', '.join(alive)}: stop the run first (or --force-dead one that is gone)")
     if damaged and not accept_corrupt:
         raise JournalCorrupt(f"the run cannot be recovered as it is (--accept-corrupt trusts the readable part): {'; '.join(damaged)}")
-    return _Scene(merged, list_objects(store), ends, {i: how for i, how in hows.items() if how is not None})
+    view = list_objects(store)
+    lost = _lost_producers(merged, view, dead=reader.dead, forced=force_dead)
+    return _Scene(
+        run=merged,
+        view=view,
+        ends=ends,
+        hows={i: how for i, how in hows.items() if how is not None} | lost,
+        journals=reader.journals,
+        partial=frozenset(i for i, j in reader.journals.items() if j.partial(ledger)),
+        lost=tuple(lost),
+    )
+
+
+def _lost_producers(run: RunFold, view: StoreView, *, dead: Collection[str], forced: Collection[str]) -> dict[str, How]:
+    """Producers without a journal that are known to have ended: a ``.dead`` mark, an operator, or an earlier recovery says so. Of the
+    others nothing is decided; the audit names them."""
+    out: dict[str, How] = {}
+    for inc in sorted({*view.present, *run.missing_journals()} - set(run.journals)):
+        if inc.startswith("env.") and (inc in dead or inc in forced or run.adopted(inc)):
+            out[inc] = "dead" if inc in dead else "forced"
+    return out
+
+
+def _check_creates_once(ledger: Ledger) -> None:
+    if ledger.store is not None and not creates_once(ledger.store):
+        _log.warning("%s ignores If-None-Match: see to it that no other recovery or orchestrator is at work on this run", ledger.store.url)
+
+
+def _withdraw(journal: Journal, ledger: Ledger) -> None:
+    """Nothing was decided: closes this incarnation. What it could not close the next recovery takes over."""
+    with contextlib.suppress(JournalPoisoned, StoreError):
+        journal.append(records.Close(now_ms()))
+        journal.sync(retry_s=0.0)
+        release_lock(ledger, journal.inc)
 
 
 def _to_adopt(scene: _Scene) -> list[str]:
-    return [h for h in scene.hows if h in scene.run.journals and not scene.run.adopted(h)]
+    return [h for h in scene.hows if (h in scene.run.journals or h in scene.lost) and not scene.run.adopted(h)]
 
 
 def _record(journal: Journal, ledger: Ledger, scene: _Scene, plan: RecoveryPlan) -> None:
@@ -180,8 +230,9 @@ def _record(journal: Journal, ledger: Ledger, scene: _Scene, plan: RecoveryPlan)
     for h in _to_adopt(scene):
         fence(ledger, h, by=journal.inc, ended=scene.run.journals)  # everyone has ended, else there is no scene
         failpoint("recover.after_fence")
-        sync_journal(ledger, h)
-        for record in adopt_records(h, how=scene.hows[h], end=scene.ends[h], settlement=plan.settlements.get(h), ms=now_ms()):
+        if h in scene.journals:
+            sync_journal(ledger, scene.journals[h])
+        for record in adopt_records(h, how=scene.hows[h], end=scene.ends.get(h, 0), settlement=plan.settlements.get(h), ms=now_ms()):
             journal.append(record)
         failpoint("recover.after_adopt")
     if plan.recovered:

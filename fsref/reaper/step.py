@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from fsref.errors import FsrefError, NotHolder, RunBusy
 from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
-from fsref.journal.file import now_ms, sync_journal
+from fsref.journal.file import now_ms
 from fsref.journal.read import LedgerReader
+from fsref.journal.secure import sync_journal
 from fsref.ledger import records
 from fsref.ledger.ids import pack
 from fsref.ledger.merge import StepKey
@@ -27,6 +28,7 @@ class StepHolder(Holder):
     def _open(self) -> None:
         super()._open()
         try:
+            self._check_creates_once()
             released = self._succeed()
         except FsrefError:
             self._give_up()
@@ -39,7 +41,7 @@ class StepHolder(Holder):
 
         Raises ``RunBusy`` if another trainer or a recovery may be alive.
         """
-        reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid)
+        reader = LedgerReader(self._ledger, run_uuid=self._run.run_uuid, compare=False)
         reader.refresh_all()
         before = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("trn", "rec")}
         hows = {inc: how_ended(self._ledger, journal) for inc, journal in before.items()}
@@ -51,7 +53,7 @@ class StepHolder(Holder):
         for inc in left:
             fence(self._ledger, inc, by=self.inc, ended=before)
             failpoint("succeed.after_fence")
-            sync_journal(self._ledger, inc)
+            sync_journal(self._ledger, before[inc])
             self._journal.append(records.Adopt(now_ms(), inc, str(hows[inc]), ends[inc]))
             failpoint("succeed.after_append")
         mine = set(left).union(*(merged.closures.get(inc, ()) for inc in left))

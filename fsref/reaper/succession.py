@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from fsref.errors import LedgerError, ObjectMissing, RunBusy
 from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
-from fsref.journal.file import Journal, now_ms, sync_journal
+from fsref.journal.file import Journal, now_ms
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
+from fsref.journal.secure import sync_journal
 from fsref.ledger.merge import StepKey
 from fsref.ledger.recovery import adopt_records, plan_succession
 from fsref.reaper.adopt import fence
@@ -56,7 +57,7 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
     ``visible`` says whether the step file of a shipped batch can be read. Raises ``RunBusy``, ``LedgerError``,
     ``Fenced``, ``StoreError``: nothing was decided then.
     """
-    reader = LedgerReader(ledger, run_uuid=run_uuid)
+    reader = LedgerReader(ledger, run_uuid=run_uuid, compare=False)
     reader.refresh_all()
     before = {i: j for i, j in reader.journals.items() if i != journal.inc and j.fold.role in ROLES}
     hows = {inc: how_ended(ledger, j) for inc, j in before.items()}
@@ -78,7 +79,7 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
     for inc in left:  # they have ended: what was read of them above is all that there is
         fence(ledger, inc, by=journal.inc, ended=ended)
         failpoint("succession.after_fence")
-        sync_journal(ledger, inc)
+        sync_journal(ledger, before[inc])
     for inc in left:
         for record in adopt_records(inc, how=str(hows[inc]), end=ends[inc], settlement=None, ms=now_ms()):
             journal.append(record)

@@ -11,7 +11,8 @@ from fsref.errors import BadRef, Fenced, JournalCorrupt
 from fsref.journal import identity, write_dead
 from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, make_folder
-from fsref.journal.markers import LOCK_NAME, acquire_lock, adopted_path, is_adopted, read_adopted, release_lock, write_adopted
+from fsref.journal.folder_marks import LOCK_NAME, adopted_path
+from fsref.journal.markers import acquire_lock, is_adopted, read_adopted, release_lock, write_adopted
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.ledger.records import Close
@@ -94,12 +95,12 @@ def test_a_fence_has_one_owner(ledger: Ledger) -> None:
     assert (is_adopted(ledger, INC), read_adopted(ledger, INC)) == (True, REC)
     with pytest.raises(Fenced, match=REC):
         write_adopted(ledger, INC, by="rec.main.0000000000000003")
-    assert [p.name for p in ledger.folder.iterdir()] == [f"{INC}.adopted"]
+    assert [p.name for p in ledger.here.iterdir()] == [f"{INC}.adopted"]
 
 
 def test_a_fence_with_a_foreign_content_is_refused(ledger: Ledger) -> None:
     for content in (b"", b"{}", b'{"by":"../../etc"}', b"x" * 10_000):
-        adopted_path(ledger.folder, INC).write_bytes(content)
+        adopted_path(ledger.here, INC).write_bytes(content)
         with pytest.raises(JournalCorrupt):
             read_adopted(ledger, INC)
 
@@ -108,7 +109,7 @@ def test_only_its_owner_releases_the_lock_of_recovery(ledger: Ledger) -> None:
     assert acquire_lock(ledger, REC) is None
     assert acquire_lock(ledger, INC) == REC
     release_lock(ledger, INC)
-    assert (ledger.folder / LOCK_NAME).exists()
+    assert (ledger.here / LOCK_NAME).exists()
     release_lock(ledger, REC)
     assert acquire_lock(ledger, INC) is None
 

@@ -12,7 +12,8 @@ from fsref.errors import JournalPoisoned, StoreDenied, StoreError, StoreFull, St
 from fsref.journal import write_dead
 from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, make_folder
-from fsref.journal.markers import acquire_lock, adopted_path, is_adopted, read_adopted, release_lock, write_adopted
+from fsref.journal.folder_marks import adopted_path
+from fsref.journal.markers import acquire_lock, is_adopted, read_adopted, release_lock, write_adopted
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
 from fsref.ledger.records import Keep

@@ -13,7 +13,8 @@ import pytest
 from fsref.errors import Fenced, JournalCorrupt, LedgerError, RunBusy, RunMismatch, StoreError
 from fsref.journal import write_dead
 from fsref.journal.file import journal_path
-from fsref.journal.markers import LOCK_NAME, read_adopted, write_adopted
+from fsref.journal.folder_marks import LOCK_NAME
+from fsref.journal.markers import read_adopted, write_adopted
 from fsref.reaper import Verdict, audit, close_run, recover
 from fsref.refs import object_name
 from fsref.steps import info_name

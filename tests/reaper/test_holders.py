@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,9 +82,9 @@ def test_a_drop_is_durable_before_anything_is_deleted(stage: Stage, monkeypatch:
         found = stage.reply(env, orc)
         sync, delete = orc._journal.sync, stage.store.delete
 
-        def noted_sync() -> None:
+        def noted_sync(*args: Any, **kwargs: Any) -> None:
             events.append("sync")
-            sync()
+            sync(*args, **kwargs)
 
         def noted_delete(names: Sequence[str]) -> object:
             events.append("delete")
@@ -103,9 +104,9 @@ def test_a_ship_is_durable_on_return(stage: Stage, monkeypatch: pytest.MonkeyPat
         synced: list[int] = []
         sync = orc._journal.sync
 
-        def noted_sync() -> None:
+        def noted_sync(*args: Any, **kwargs: Any) -> None:
             synced.append(len(records(stage, orc.inc)))
-            sync()
+            sync(*args, **kwargs)
 
         monkeypatch.setattr(orc._journal, "sync", noted_sync)
         stage.ship(orc, 0, found)
