@@ -1,12 +1,11 @@
 """Markers as tiny objects, for a root that is no folder: ``ledger/marks/<inc>.adopted``, ``<inc>.dead``, ``recover.<n>.lock``.
 
-Owns their creation by the store's create-only put, and the probe that tells whether the store honours one. Nothing here is ever
+Owns their creation by the store's create-only put. Nothing here is ever
 replaced or removed: a lock is given back by a mark beside it, so that two who find it free cannot both take the next one. Refuses to
 believe a put alone: the mark is read back, because a store that ignores the condition lets a second put replace the first. On such a
 store two adopters at the same instant are not told apart (the single-recoverer rule, docs/ledger.md).
 """
 
-import os
 import re
 from typing import Final
 
@@ -16,7 +15,7 @@ from fsref.errors import ObjectExists, ObjectMissing
 from fsref.failpoints import failpoint
 from fsref.journal.catalogue import MARKS
 from fsref.journal.mark import BYTES_MAX, Marker, decode_marker
-from fsref.store.base import Deletion, Store
+from fsref.store.base import Store
 
 _LOCK: Final = re.compile(rf"{MARKS}/recover\.([0-9]{{6}})\.(lock|free)", re.ASCII)
 
@@ -82,22 +81,3 @@ def _last_lock(store: Store) -> tuple[int, bool]:
 
 def _lock_name(n: int, suffix: str) -> str:
     return f"{MARKS}/recover.{n:06d}.{suffix}"
-
-
-def creates_once(store: Store) -> bool:
-    """Whether the store refuses to create an object that is there. Puts two different ones under one name, and removes it.
-
-    Raises ``StoreError``: whoever fences must be able to put and to remove.
-    """
-    name = f"{MARKS}/probe.{os.urandom(8).hex()}"
-    store.put(name, [b"first"])
-    try:
-        store.put(name, [b"again"])
-    except ObjectExists:
-        honoured = True
-    else:
-        honoured = False
-    outcome = store.delete([name])[name]
-    if not isinstance(outcome, Deletion):
-        raise outcome
-    return honoured

@@ -1,8 +1,8 @@
 """Making the journal of an ended incarnation safe before it is adopted up to its end: nothing may shorten it after that.
 
 Owns the sync of a file that another process wrote, and for a root that is no folder the sealing of what that process left unsealed,
-where its file can be read here. Refuses to leave the row of segments open: the next name is taken, with no bytes if none are left, so
-that a process that was declared dead and lives on cannot seal, and therefore not remove or ship, anything more.
+where its file can be read here. Refuses to leave the row of segments open behind a process that did not close: the next name is taken,
+by a segment of no bytes, so that one that was declared dead and lives on cannot seal, and therefore not remove or ship, anything more.
 """
 
 import os
@@ -43,15 +43,13 @@ def _seal_rest(ledger: Ledger, store: Store, journal: OpenJournal) -> None:
     if damage:
         return  # nothing can be joined to it; the audit names it
     at = sum(sizes)
-    if journal.fold.sealed and at >= journal.end:
-        return
     n = len(sizes)
-    while True:
-        count = max(0, min(journal.end - at, SEGMENT_BYTES_MAX)) if journal.in_folder else 0
+    while journal.in_folder and at < journal.end:
+        count = min(journal.end - at, SEGMENT_BYTES_MAX)
         put_segment(store, inc, n, _read_file(ledger, inc, at, count))
         n, at = n + 1, at + count
-        if not journal.in_folder or at >= journal.end:
-            return
+    if not journal.fold.sealed:
+        put_segment(store, inc, n, b"")
 
 
 def _sync_file(ledger: Ledger, inc: str) -> None:
@@ -66,8 +64,6 @@ def _sync_file(ledger: Ledger, inc: str) -> None:
 
 
 def _read_file(ledger: Ledger, inc: str, offset: int, count: int) -> bytes:
-    if not count:
-        return b""
     try:
         fd = os.open(journal_path(ledger.here, inc), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

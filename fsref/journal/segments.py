@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from fsref.errors import Fenced, JournalCorrupt, ObjectExists, StoreError
+from fsref.errors import Fenced, JournalCorrupt, ObjectCorrupt, ObjectExists, StoreError
 from fsref.failpoints import failpoint
 from fsref.refs import check_incarnation
-from fsref.store.base import Store
+from fsref.store.base import ObjectFile, Store
 
 PREFIX: Final = "ledger"
 SEGMENT_BYTES_MAX: Final = 256 << 20
@@ -43,23 +43,31 @@ def put_segment(store: Store, inc: str, n: int, data: bytes) -> None:
     try:
         store.put(name, [data])
     except ObjectExists:
-        try:
-            same = read_segment(store, inc, n, byte_count=len(data)) == data
-        except JournalCorrupt:
-            same = False
-        if not same:
+        if not _holds(store, name, data):
             raise Fenced(f"{store.url}/{name} was written by another process: {inc} was declared dead and adopted; stop it") from None
 
 
 def read_segment(store: Store, inc: str, n: int, *, byte_count: int, start: int = 0, stop: int | None = None) -> bytes:
     """Bytes ``start`` to ``stop`` of a segment that was listed with ``byte_count`` bytes. Raises ``JournalCorrupt`` if it changed."""
     end = byte_count if stop is None else min(stop, byte_count)
-    with store.open(segment_name(inc, n)) as file:
-        if file.byte_count != byte_count:
-            raise JournalCorrupt(f"segment {n} was listed with {byte_count} bytes and has {file.byte_count}: segments never change")
-        out = np.empty(max(0, end - start), np.uint8)
-        for at in range(0, len(out), READ_BYTES):
-            file.read_into(start + at, out[at : at + READ_BYTES])
+    try:
+        with store.open(segment_name(inc, n), byte_count=byte_count) as file:
+            if file.byte_count != byte_count:
+                raise ObjectCorrupt(f"it has {file.byte_count} bytes")
+            return _bytes_of(file, start, end)
+    except ObjectCorrupt as e:
+        raise JournalCorrupt(f"segment {n} was listed with {byte_count} bytes, and segments never change: {e}") from e
+
+
+def _holds(store: Store, name: str, data: bytes) -> bool:
+    with store.open(name) as file:
+        return file.byte_count == len(data) and _bytes_of(file, 0, len(data)) == data
+
+
+def _bytes_of(file: ObjectFile, start: int, end: int) -> bytes:
+    out = np.empty(max(0, end - start), np.uint8)
+    for at in range(0, len(out), READ_BYTES):
+        file.read_into(start + at, out[at : at + READ_BYTES])
     return out.tobytes()
 
 

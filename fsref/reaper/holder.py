@@ -18,12 +18,12 @@ from fsref.failpoints import failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
 from fsref.journal.place import Ledger
-from fsref.journal.root_marks import creates_once
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
 from fsref.reaper.deleter import Deleter, write_drop
 from fsref.refs import check_run
 from fsref.store.base import Deletion, Store
+from fsref.store.capabilities import probe as probe_root
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Holder:
 
     def _check_creates_once(self) -> None:
         """Whoever fences asks the root once whether it can: a store that ignores the condition of a put is named in the log."""
-        if self._ledger.store is not None and not creates_once(self._ledger.store):
+        if self._ledger.store is not None and not probe_root(self._ledger.store).create_only:
             _log.warning(
                 "%s lets a put replace an object that is there (it ignores If-None-Match): only one process at a time may adopt or "
                 "recover on this root, see docs/ledger.md",

@@ -20,7 +20,6 @@ from fsref.journal.identity import mint
 from fsref.journal.markers import acquire_lock, release_lock
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
-from fsref.journal.root_marks import creates_once
 from fsref.journal.run import RunInfo
 from fsref.journal.secure import sync_journal
 from fsref.ledger import records
@@ -36,6 +35,7 @@ from fsref.reaper.listing import list_objects
 from fsref.reaper.succession import is_published
 from fsref.refs import object_name
 from fsref.store.base import Deletion, Store, check_name
+from fsref.store.capabilities import probe
 
 DELETE_DEADLINE_S = 120.0
 _log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def _lost_producers(run: RunFold, view: StoreView, *, dead: Collection[str], for
 
 
 def _check_creates_once(ledger: Ledger) -> None:
-    if ledger.store is not None and not creates_once(ledger.store):
+    if ledger.store is not None and not probe(ledger.store).create_only:
         _log.warning("%s ignores If-None-Match: see to it that no other recovery or orchestrator is at work on this run", ledger.store.url)
 
 

@@ -231,7 +231,7 @@ def test_a_fence_in_the_root_has_one_owner(stage: RootStage) -> None:
 
 @pytest.mark.fault(50)
 def test_a_store_that_ignores_the_condition_is_named_and_its_fences_hold(stage: RootStage, caplog: pytest.LogCaptureFixture) -> None:
-    stage.faulty.create_only = False
+    stage.faulty.honours_create_only = False
     env, orc = stage.env(), stage.orc()
     assert "ignores If-None-Match" in caplog.text
     stage.put(env)
