@@ -18,7 +18,7 @@ NAMES_MAX: Final = 4_000_000
 ODD_MAX: Final = 100
 _SEGMENT: Final = re.compile(rf"{PREFIX}/({INCARNATION_PATTERN})/([0-9]{{6}})\.seg", re.ASCII)
 _MARK: Final = re.compile(rf"{MARKS}/({INCARNATION_PATTERN})\.(dead|adopted)", re.ASCII)
-_OTHER: Final = re.compile(rf"{MARKS}/(?:recover\.[0-9]{{6}}\.(?:lock|free)|probe\.[0-9a-f]{{16}})", re.ASCII)
+_OTHER: Final = re.compile(rf"{MARKS}/(?:recover\.[0-9]{{6}}\.(?:lock|free))", re.ASCII)
 
 
 @dataclass
