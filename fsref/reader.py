@@ -1,14 +1,16 @@
 """Runs read plans: fetches byte ranges, checks and decodes them straight into the caller's buffers.
 
 Owns retries, scratch memory and the fetch threads. Refuses policy and allocation of results: the caller's buffers are filled, nothing
-is kept. Anything short, damaged or absent raises; a buffer whose plan failed must not be used.
+is kept. Anything short, damaged or absent raises; a buffer whose plan failed must not be used. A thread that is stuck in a read is given up
+at the deadline, with its buffers: whatever it writes later goes to memory that nobody uses.
 """
 
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -21,6 +23,7 @@ from fsref.objects import decode_chunk
 from fsref.plan import ChunkRead, FieldRead, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
 from fsref.refs import Codec, Dense, FieldData, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.store import ObjectFile, Store
+from fsref.store.threads import Threads
 
 REQUEST_BYTES_LOCAL: Final = 2 << 20
 """Ranged reads of 1-2 MiB are fastest on local files: the decoder finds the bytes in cache."""
@@ -108,6 +111,8 @@ class ReadCounters:
     requests: int = 0
     bytes_fetched: int = 0
     retries: int = 0
+    abandoned: int = 0
+    """Threads that were stuck in a read and given up."""
 
 
 class _Task(NamedTuple):
@@ -139,10 +144,23 @@ def _tasks(plan: ReadPlan, out: Out) -> Iterator[_Task]:
 class Reader:
     """Reads payloads of one schema from one store with its own bounded thread pool. A context manager; thread-safe."""
 
-    def __init__(self, store: Store, schema: Schema, *, threads: int = 2, retries_max: int = 4, retry_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        schema: Schema,
+        *,
+        threads: int = 2,
+        retries_max: int = 4,
+        retry_s: float = 30.0,
+        deadline_s: float = 120.0,
+        abandon_s: float = 5.0,
+    ) -> None:
+        """``retries_max`` and ``retry_s`` bound the attempts of one read, ``deadline_s`` the wait for a plan, ``abandon_s`` that for
+        threads at the end; all in ``[store]``. What a store retries itself is not retried here again.
+        """
         self._store, self._schema = store, schema
-        self._retries_max, self._retry_s = retries_max, retry_s
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fsref-fetch")
+        self._retries_max, self._retry_s, self._deadline_s, self._abandon_s = retries_max, retry_s, deadline_s, abandon_s
+        self._pool = Threads(threads, name="fsref-fetch")
         self._scratch = _Scratch()
         self._lock = threading.Lock()
         self.counters = ReadCounters()
@@ -169,12 +187,23 @@ class Reader:
 
         One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread.
         """
-        return [self._pool.submit(self._run, task) for task in _tasks(plan, out)]
+        return [self._pool.submit(partial(self._run, task)) for task in _tasks(plan, out)]
+
+    def collect(self, futures: Sequence[Future[None]]) -> list[Exception]:
+        """Waits for what ``submit`` started, at most ``deadline_s`` seconds; returns the errors, none if all is filled.
+
+        What is not done then is a ``StoreUnavailable``: its threads are given up, its buffers must not be used again.
+        """
+        late = wait_for(futures, self._deadline_s).not_done
+        if late:
+            given_up = self._pool.abandon(late, f"nothing came within {self._deadline_s:g} s")
+            with self._lock:
+                self.counters.abandoned += given_up
+        return [e for f in futures if (e := _error(f)) is not None]
 
     def read_into(self, plan: ReadPlan, out: Out) -> None:
         """Runs a plan to its end in the pool. Raises the first ``StoreError``; the buffers must not be used then."""
-        futures = self.submit(plan, out)
-        errors = [e for f in futures if (e := f.exception()) is not None]
+        errors = self.collect(self.submit(plan, out))
         if errors:
             raise errors[0]
 
@@ -195,8 +224,10 @@ class Reader:
         return {n: _result(out[n], plan, n, _shifted(gaps.get(n, ()), wanted)) for n in names}
 
     def close(self) -> None:
-        """Waits for running fetches and stops the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Lets running fetches end and stops the threads; one that is stuck is given up after ``abandon_s`` seconds."""
+        given_up = self._pool.close(deadline_s=self._abandon_s)
+        with self._lock:
+            self.counters.abandoned += given_up
 
     def __enter__(self) -> "Reader":
         return self
@@ -214,7 +245,7 @@ class Reader:
             file.close()
 
     def _open(self, segment: SegmentRead) -> ObjectFile:
-        file = self._store.open(object_name(segment.object_id))
+        file = self._store.open(object_name(segment.object_id), byte_count=segment.byte_count)
         if file.byte_count != segment.byte_count:
             file.close()
             raise ObjectCorrupt(f"the object has {file.byte_count} bytes, its reference says {segment.byte_count}: truncated or replaced")
@@ -294,17 +325,36 @@ class Reader:
     def _retry(self, work: Callable[[], Any], asked: str) -> Any:
         """Runs ``work`` again, with growing random waits, for errors that may heal: a network filesystem's late view, a flipped bit."""
         end = time.monotonic() + self._retry_s
-        for attempt in range(self._retries_max + 1):
+        failures: list[StoreError] = []
+        while True:
             try:
                 return work()
             except (ObjectMissing, ObjectCorrupt, StoreUnavailable) as e:
-                wait_s = random.uniform(0.5, 1.0) * min(0.02 * 4**attempt, 2.0)  # noqa: S311 - jitter, not a secret
-                if attempt == self._retries_max or time.monotonic() + wait_s > end:
-                    raise type(e)(f"{asked}, given up after {attempt + 1} attempts: {e}") from e
+                failures.append(e)
+                same = sum(type(f) is type(e) for f in failures)
+                wait_s = random.uniform(0.5, 1.0) * min(0.02 * 4 ** len(failures), 2.0)  # noqa: S311 - jitter, not a secret
+                if same > self._retries_of(e) or time.monotonic() + wait_s > end:
+                    raise type(e)(f"{asked}, given up after {len(failures)} attempt{'s' * (len(failures) > 1)}: {e}") from e
             with self._lock:
                 self.counters.retries += 1
             time.sleep(wait_s)
-        raise AssertionError("unreachable")
+
+    def _retries_of(self, error: StoreError) -> int:
+        """Damage is looked at once more, in case the way was at fault; a store that retries by itself did so already."""
+        if isinstance(error, ObjectCorrupt):
+            return min(1, self._retries_max)
+        if isinstance(error, StoreUnavailable) and self._store.retries_itself:
+            return 0
+        return self._retries_max
+
+
+def _error(future: Future[None]) -> Exception | None:
+    """Why the work of a future that is over failed; None if it did not."""
+    if future.cancelled():
+        return StoreUnavailable("the fetch was given up before it began")
+    error = future.exception()
+    assert error is None or isinstance(error, Exception)
+    return error
 
 
 def _as_rows(decoded: NDArray[np.uint8], read: FieldRead) -> NDArray[Any]:

@@ -87,7 +87,15 @@ class StepLoader:
 
     def __init__(self, store: Store, schema: Schema, *, config: StoreSection) -> None:
         self._schema, self._config = schema, config
-        self._reader = Reader(store, schema, threads=config.fetch_threads, retries_max=config.retries_max, retry_s=config.retry_s)
+        self._reader = Reader(
+            store,
+            schema,
+            threads=config.fetch_threads,
+            retries_max=config.retries_max,
+            retry_s=config.retry_s,
+            deadline_s=config.fetch_deadline_s,
+            abandon_s=config.abandon_s,
+        )
         self._pool = ThreadPoolExecutor(ASSEMBLERS, thread_name_prefix="fsref-assemble")
         self._budget = _Budget(config.bytes_inflight_max)
         self._steps: dict[int, _StepFetch] = {}
@@ -124,6 +132,7 @@ class StepLoader:
             "payload/fetch_time_hidden": max(0.0, total - fetch.exposed_s),
             "payload/bytes_fetched": float(fetch.bytes_fetched),
             "payload/requests": float(fetch.requests),
+            "payload/abandoned_threads": float(self._reader.counters.abandoned),
         }
 
     def release(self, step: int) -> None:
@@ -131,7 +140,7 @@ class StepLoader:
         self._steps.pop(step, None)
 
     def close(self) -> None:
-        """Stops the threads; running fetches end first."""
+        """Stops the threads; running fetches end first, those that are stuck are given up."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
         self._pool.shutdown(wait=True)
@@ -183,7 +192,7 @@ class StepLoader:
     ) -> PackedMicroBatch:
         assembly = Assembly(micro_batch, self._schema, plans=plans, missing=missing)
         futures = [f for n, p in enumerate(plans) if p is not None for f in self._reader.submit(p, assembly.out(n))]
-        errors = [e for f in futures if (e := f.exception()) is not None]
+        errors = self._reader.collect(futures)
         with fetch.lock:
             fetch.bytes_fetched += sum(p.byte_count for p in plans if p is not None)
             fetch.requests += sum(p.request_count for p in plans if p is not None)

@@ -1,0 +1,143 @@
+"""Threads for operations that may hang for ever, as a read from a dead network filesystem does.
+
+Owns a bounded number of daemon threads and the futures of their work. A thread that does not come back is abandoned: counted, replaced by a
+fresh one, and left alone with the memory that it may still write to. Refuses to wait without a deadline.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from typing import Final
+
+from fsref.errors import StoreUnavailable
+
+ABANDONED_MAX: Final = 64
+"""Threads that one pool gives up at most; beyond, work waits for the ones that are left."""
+_Work = tuple[Future[None], Callable[[], None]]
+
+
+class _Worker(threading.Thread):
+    """Takes work until it is told to stop or was abandoned."""
+
+    def __init__(self, pool: "Threads", name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.pool = pool
+        self.abandoned = False
+        self.future: Future[None] | None = None
+
+    def run(self) -> None:
+        while not self.abandoned and (work := self.pool.take()) is not None:
+            future, call = work
+            if not self.pool.begin(self, future):
+                continue
+            try:
+                call()
+            except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
+                settle(future, e)
+            else:
+                settle(future, None)
+            self.pool.end(self)
+
+
+class Threads:
+    """A pool whose threads can be abandoned. Close it."""
+
+    def __init__(self, count: int, *, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._count = count
+        self._closed = False
+        self.abandoned = 0
+        """Threads that were given up so far."""
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Runs ``call`` on a thread; its exception becomes the future's."""
+        future: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if len(self._workers) < self._count:
+                self._start()
+            self._queue.put((future, call))
+        return future
+
+    def abandon(self, futures: Iterable[Future[None]], reason: str) -> int:
+        """Ends futures that are not done with ``StoreUnavailable(reason)``; the threads that run them are given up and replaced.
+
+        Returns how many threads were given up. Whatever memory the work writes to must not be used again.
+        """
+        wanted = {f for f in futures if not f.done() and not f.cancel()}
+        given_up = 0
+        with self._lock:
+            for worker in [w for w in self._workers if w.future in wanted]:
+                if self.abandoned >= ABANDONED_MAX:
+                    break
+                worker.abandoned = True
+                self._workers.remove(worker)
+                self.abandoned += 1
+                given_up += 1
+                if not self._closed:
+                    self._start()
+        for future in wanted:
+            settle(future, StoreUnavailable(reason))
+        return given_up
+
+    def close(self, *, deadline_s: float) -> int:
+        """Lets running work end, up to ``deadline_s`` seconds; what has not begun is cancelled. Returns the threads given up now."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        self._drain()
+        for _ in workers:
+            self._queue.put(None)
+        end = time.monotonic() + deadline_s
+        for worker in workers:
+            worker.join(max(0.0, end - time.monotonic()))
+        stuck = [w.future for w in workers if w.is_alive() and w.future is not None]
+        return self.abandon(stuck, f"a {self._name} thread did not come back within {deadline_s:g} s")
+
+    def take(self) -> _Work | None:
+        """The next work, for a worker; None: stop."""
+        return self._queue.get()
+
+    def begin(self, worker: _Worker, future: Future[None]) -> bool:
+        """Whether the work still is to be done."""
+        with self._lock:
+            if not future.set_running_or_notify_cancel():
+                return False
+            worker.future = future
+            return True
+
+    def end(self, worker: _Worker) -> None:
+        """The worker's work is over."""
+        with self._lock:
+            worker.future = None
+
+    def _start(self) -> None:
+        worker = _Worker(self, f"{self._name}-{len(self._workers)}")
+        self._workers.append(worker)
+        worker.start()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                work = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if work is not None:
+                work[0].cancel()
+
+
+def settle(future: Future[None], error: Exception | None) -> None:
+    """Sets the outcome, unless the future was given up before."""
+    try:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        pass  # abandoned: whoever waited was told so
