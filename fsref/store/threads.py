@@ -70,9 +70,9 @@ class Threads:
 
         Returns how many threads were given up. Whatever memory the work writes to must not be used again.
         """
-        wanted = {f for f in futures if not f.done() and not f.cancel()}
         given_up = 0
         with self._lock:
+            wanted = {f for f in futures if not _dropped(f)}
             for worker in [w for w in self._workers if w.future in wanted]:
                 if self.abandoned >= ABANDONED_MAX:
                     break
@@ -107,7 +107,7 @@ class Threads:
     def begin(self, worker: _Worker, future: Future[None]) -> bool:
         """Whether the work still is to be done."""
         with self._lock:
-            if not future.set_running_or_notify_cancel():
+            if future.cancelled() or not future.set_running_or_notify_cancel():
                 return False
             worker.future = future
             return True
@@ -129,7 +129,15 @@ class Threads:
             except queue.Empty:
                 return
             if work is not None:
-                work[0].cancel()
+                with self._lock:
+                    _dropped(work[0])
+
+
+def _dropped(future: Future[None]) -> bool:
+    """Whether the future is over, or was now cancelled because its work has not begun. Whoever waits for it is told."""
+    if future.done():
+        return True
+    return future.cancel() and not future.set_running_or_notify_cancel()
 
 
 def settle(future: Future[None], error: Exception | None) -> None:
