@@ -10,6 +10,7 @@ import os
 import threading
 from typing import Protocol
 
+from fsref.errors import StoreUnavailable
 from fsref.objects import EncodedObject, encode
 from fsref.quota import Quota
 from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, check_incarnation, object_name
@@ -65,7 +66,7 @@ class Writer:
         with room:
             seq = self._keeper.next_seq()
             object_id = f"{self._keeper.inc}/{seq}"
-            self._store.put(object_name(object_id), encoded.buffers, durability=self._durability)
+            self._publish(object_name(object_id), encoded)
             self._keeper.keep(
                 seq,
                 byte_count=encoded.byte_count,
@@ -74,6 +75,14 @@ class Writer:
                 fields=sum(1 << n for n, f in enumerate(self._schema.fields) if f.name in encoded.fields),
             )
         return reference(object_id, encoded, self._schema)
+
+    def _publish(self, name: str, encoded: EncodedObject) -> None:
+        try:
+            self._store.put(name, encoded.buffers, durability=self._durability)
+        except StoreUnavailable:
+            # Its reply may have been lost: withdraw it, the name is ours alone. What cannot be withdrawn either is found as unjournaled.
+            self._store.delete([name])
+            raise
 
 
 def reference(object_id: str, encoded: EncodedObject, schema: Schema) -> PayloadRef:

@@ -11,7 +11,7 @@ import pytest
 
 from fsref.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from fsref.reader import Reader, allocate, failure_kind
-from fsref.refs import Dense, Payload, PayloadRef, Schema, TokenRange
+from fsref.refs import Dense, Payload, PayloadRef, Schema, TokenRange, object_name
 from fsref.store import Store, open_root
 from fsref.writer import Writer
 from tests.support.faultproxy import FaultProxy
@@ -58,6 +58,30 @@ def stage(moto: S3Server, fault_proxy: Callable[[S3Server], FaultProxy], s3_cred
 def test_a_sample_costs_one_ranged_get_and_nothing_else(stage: Stage) -> None:
     stage.read()
     assert stage.proxy.counts() == {"GET": 1}
+
+
+@pytest.mark.fault(47)
+def test_a_put_whose_replies_are_all_lost_is_withdrawn_and_never_kept(stage: Stage) -> None:
+    numbers = Numbers()
+    numbers.next_seq()  # the stage's own object has the first one
+    stage.proxy.add("lost_reply", "PUT", times=100)
+    stage.proxy.add("status", "HEAD", times=100)
+    with pytest.raises(StoreUnavailable):
+        Writer(stage.store, SCHEMA, numbers).put(stage.arrays)
+    assert numbers.kept == []
+    assert [e.name for e in stage.store.list("obj")] == [object_name(i) for i in stage.ref.object_ids]
+
+
+@pytest.mark.fault(47)
+def test_a_put_whose_reply_was_lost_is_kept_once(stage: Stage) -> None:
+    numbers = Numbers()
+    numbers.next_seq()  # the stage's own object has the first one
+    stage.proxy.add("lost_reply", "PUT")
+    ref = Writer(stage.store, SCHEMA, numbers).put(stage.arrays)
+    assert len(numbers.kept) == 1
+    assert len(list(stage.store.list("obj"))) == 2
+    with Reader(stage.store, SCHEMA) as reader:
+        assert reader.read(ref).keys() == stage.arrays.fields.keys()
 
 
 @pytest.mark.fault(46)

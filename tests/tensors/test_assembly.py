@@ -15,6 +15,7 @@ from fsref.store import Store, open_root
 from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
 from fsref.trainer.loader import FetchFailure, StepLoader
 from fsref.writer import Writer
+from tests.support.faultystore import FaultyStore
 from tests.support.payloads import Numbers, cut, payload, schema
 
 
@@ -227,6 +228,28 @@ def test_prefetch_is_counted_as_hidden_and_the_budget_holds(store: Store) -> Non
             )
             loader.release(rank.step)
         assert 0 < loader._budget.peak <= limit
+
+
+@pytest.mark.fault(40)
+def test_a_fetch_that_hangs_is_one_failed_micro_batch_and_the_loader_goes_on_and_closes(store: Store) -> None:
+    rng, run_schema = np.random.default_rng(5), schema()
+    hanging = FaultyStore(store)
+    writer = Writer(store, run_schema, Numbers(), durability="process")
+    refs = [writer.put(payload(rng, run_schema, 40)) for _ in range(4)]
+    gates = [hanging.hang("read_into", name=object_name(refs[n].object_ids[0])) for n in (0, 2)]
+    config = StoreSection(fetch_threads=1, fetch_deadline_s=1.0, abandon_s=0.5)
+    loader = StepLoader(hanging, run_schema, config=config)
+    got = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 40, refs[0]),))], 0))
+    assert [g.kind if isinstance(g, FetchFailure) else "ok" for g in got] == ["unavailable"]
+    (healthy,) = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 40, refs[1]),))], 1))
+    assert isinstance(healthy, PackedMicroBatch)  # by the thread that took the stuck one's place
+    loader.prefetch(rank_file(run_schema, [MicroBatch((sequence(rng, 40, r),)) for r in refs[2:]], 2))
+    assert gates[1].entered.wait(30)
+    loader.close()
+    assert loader._reader.counters.abandoned == 2
+    for gate in gates:
+        gate.release()
+        assert gate.left.wait(30)
 
 
 def test_ragged_values_are_never_shifted_between_sequences(store: Store) -> None:
