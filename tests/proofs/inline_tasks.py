@@ -5,6 +5,7 @@ is returned. Only tests use it.
 """
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from fsref.writer import Writer
 _put = Writer.put
 
 
-def put(self: Writer, payload: Payload) -> PayloadRef:
+def put(self: Writer, payload: Payload, *, stop: threading.Event | None = None) -> PayloadRef:
     """``Writer.put``, and the arrays inline."""
-    ref = _put(self, payload)
+    ref = _put(self, payload, stop=stop)
     folder = os.environ.get("FSREF_INLINE")
     if folder:
         arrays: dict[str, Any] = {"token_ids": payload.token_ids}
