@@ -132,6 +132,18 @@ def recover(
 
 
 @app.command(rich_help_panel=LOOKING)
+def purge(
+    run: Annotated[str, typer.Argument(help="Run folder, URL or id; it must be named.", show_default=False)],
+    run_dir: Annotated[
+        bool, typer.Option("--run-dir", help="Also its logs, weights and checkpoints where they are not in the root's folder.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Remove what is left of a run that is closed and PROVED: steps, ledger, its whole folder. Cannot be undone."""
+    raise typer.Exit(body("fsref.cli.ledger", "purge_main")(run, run_dir=run_dir, json=json))
+
+
+@app.command(rich_help_panel=LOOKING)
 def doctor(
     root: Annotated[str, typer.Option("--root", help="Root to try: folder or URL.", show_default=True)] = "runs",
     json: Json = False,

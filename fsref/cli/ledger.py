@@ -1,5 +1,5 @@
-"""The bodies of ``fsref audit``, ``close`` and ``recover``. Their exit code is the verdict's; 2 if there is none (usage or I/O, ledger.md
-section 7).
+"""The bodies of ``fsref audit``, ``close``, ``recover`` and ``purge``. Their exit code is the verdict's; 2 if there is none (usage or I/O,
+ledger.md section 7).
 """
 
 import sys
@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 
 from fsref.cli.failures import tell
-from fsref.errors import FsrefError
+from fsref.errors import ConfigError, FsrefError
 from fsref.inspection.find import Place, find_run
-from fsref.journal import RunInfo, read_run
-from fsref.reaper import Audit, audit, close_run, recover
+from fsref.journal import RunInfo, read_for_purge, read_run
+from fsref.reaper import Audit, Purge, Verdict, audit, close_run, purge, recover
 from fsref.redact import visible
 from fsref.store import Store
 
@@ -56,6 +56,41 @@ def recover_main(
         return _audit(place, store, info)
 
     return _judged(run, settle, json=json)
+
+
+def purge_main(run: str, *, run_dir: bool, json: bool) -> int:
+    """Removes a proved run; 0 if it is gone, the verdict's code if it was refused, 2 for an error."""
+    try:
+        place = find_run(run, here=Path.cwd())
+        with place.open() as store:
+            same = place.run_dir is not None and store.posix_path == str(place.run_dir)
+            if run_dir and place.run_dir is None:
+                raise ConfigError("the run's folder is not known here: name that folder instead of the root's URL")
+            done = purge(store, place.ledger_dir, run=read_for_purge(store), run_dir=place.run_dir if same or run_dir else None)
+    except FsrefError as e:
+        tell(e)
+        return NO_VERDICT
+    if json:
+        audited = done.refused.to_json() if done.refused else None
+        answer = {"run": done.run, "purged": done.refused is None, "removed": done.removed, "left": list(done.left), "audit": audited}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode() + "\n")
+    else:
+        sys.stdout.write("\n".join(map(visible, _told(done))) + "\n")
+    return done.refused.exit_code if done.refused else 0
+
+
+def _told(done: Purge) -> list[str]:
+    if done.refused is not None:
+        todo = {
+            Verdict.BALANCED: f"stop the run and end it with `fsref close {done.run}`, then purge it",
+            Verdict.UNPROVABLE: "bring back what cannot be read; what is not proved is not purged",
+            Verdict.VIOLATED: "keep it: its journals show what went wrong",
+            Verdict.PROVED: "",
+        }
+        return [*done.refused.render(), f"not purged, nothing was touched: {todo[done.refused.verdict]}"]
+    counts = ", ".join(f"{part} {count:,}" for part, count in done.removed.items()) or "nothing was left"
+    left = [f"left in its folder, not fsref's: {', '.join(done.left[:20])}"] if done.left else []
+    return [f"run {done.run} is purged; files removed: {counts}", *left]
 
 
 def _audit(place: Place, store: Store, info: RunInfo) -> Audit:

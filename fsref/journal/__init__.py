@@ -3,6 +3,6 @@
 from fsref.journal.file import Journal
 from fsref.journal.markers import write_dead
 from fsref.journal.place import Ledger
-from fsref.journal.run import RunInfo, create_run, read_run
+from fsref.journal.run import RunInfo, create_run, read_for_purge, read_run
 
-__all__ = ["Journal", "Ledger", "RunInfo", "create_run", "read_run", "write_dead"]
+__all__ = ["Journal", "Ledger", "RunInfo", "create_run", "read_for_purge", "read_run", "write_dead"]

@@ -83,11 +83,11 @@ def sync_folder(folder: Path) -> None:
 class Journal:
     """Append-only writer; thread-safe. A context manager that closes the file (it writes no ``close`` record by itself)."""
 
-    def __init__(self, ledger: Ledger, inc: str, *, run_uuid: str, retry_s: float = SEAL_RETRY_S) -> None:
+    def __init__(self, ledger: Ledger, inc: str, *, run_uuid: str, why: str = "", retry_s: float = SEAL_RETRY_S) -> None:
         """Creates the file under a private name, locks it, writes ``open``, then gives it its name. Raises ``StoreError`` subclasses.
 
         On a root that is no folder ``open`` is sealed too: who is at work can be told from every machine. ``retry_s``: how long sealing
-        is tried.
+        is tried. ``why`` goes into ``open``: what an operator asked for.
         """
         self.inc = inc
         self.path = journal_path(ledger.here, inc)
@@ -101,7 +101,7 @@ class Journal:
         who = identity.this_process()
         staging = self.path.with_name(f".{self.path.name}.tmp")
         opened = records.Open(
-            now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}"
+            now_ms(), records.VERSION, run_uuid, inc, who.host, who.boot_id, who.pid, who.pstart, who.user, f"fsref {__version__}", why
         )
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

@@ -18,7 +18,7 @@ FORMAT: Final = 1
 BYTES_MAX: Final = 1 << 20
 
 
-class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What ``run.json`` holds."""
 
     format: int
@@ -28,6 +28,8 @@ class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     schema: Schema
     ms: int = 0
     """Wall clock at creation in milliseconds, for people only."""
+    purge: str = ""
+    """Who began to purge the run; from then on nobody opens it."""
 
 
 def create_run(store: Store, run: str, schema: Schema) -> RunInfo:
@@ -51,7 +53,24 @@ def create_run(store: Store, run: str, schema: Schema) -> RunInfo:
 
 
 def read_run(store: Store) -> RunInfo:
-    """``run.json``. Raises ``RunMismatch`` if there is none or it is of another format, ``StoreError`` if it cannot be read."""
+    """``run.json``. Raises ``RunMismatch`` if there is none, it is of another format or the run is being purged, ``StoreError`` if it
+    cannot be read.
+    """
+    info = read_for_purge(store)
+    if info.purge:
+        raise RunMismatch(
+            f"{store.url} is being purged ({info.purge}): `fsref purge` finishes that; a new run needs it gone, or another id"
+        )
+    return info
+
+
+def mark_purge(store: Store, info: RunInfo, *, by: str) -> None:
+    """Says in ``run.json`` that the run is being purged; nobody opens it from then on."""
+    store.replace(NAME, msgspec.json.encode(msgspec.structs.replace(info, purge=ascii(by)[1:-1][:500])))
+
+
+def read_for_purge(store: Store) -> RunInfo:
+    """``run.json``, also of a run whose purge has begun. Raises as ``read_run``."""
     try:
         data = store.read(NAME, bytes_max=BYTES_MAX)
     except ObjectMissing as e:

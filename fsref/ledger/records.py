@@ -56,6 +56,8 @@ class Open(Record, frozen=True, tag="open"):
     """Start time of the process in clock ticks since boot: with ``pid`` and ``boot_id`` it names one process."""
     user: Text
     lib: Text
+    why: Text = ""
+    """What an operator asked for: ``purge``, or the overriding options of a recovery. Durable before anything is done because of it."""
 
 
 class Keep(Record, frozen=True, tag="keep"):

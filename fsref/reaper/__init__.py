@@ -7,6 +7,7 @@ from fsref.reaper.consumer import ConsumerHolder
 from fsref.reaper.delete import Outcome, delete_objects
 from fsref.reaper.env import EnvHolder
 from fsref.reaper.histories import History, history
+from fsref.reaper.purging import Purge, purge
 from fsref.reaper.recovery import Recovery, close_run, recover
 from fsref.reaper.step import StepHolder
 
@@ -17,6 +18,7 @@ __all__ = [
     "EnvHolder",
     "History",
     "Outcome",
+    "Purge",
     "Recovery",
     "StepHolder",
     "Verdict",
@@ -24,5 +26,6 @@ __all__ = [
     "close_run",
     "delete_objects",
     "history",
+    "purge",
     "recover",
 ]

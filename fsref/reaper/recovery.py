@@ -98,8 +98,9 @@ def recover(
     """
     make_folder(ledger_dir)
     ledger = Ledger.of(store, ledger_dir)
+    why = _why(force_dead=force_dead, accept_corrupt=accept_corrupt, remove_unexpected=remove_unexpected)
     retry_s = section.seal_retry_s if section is not None else SEAL_RETRY_S
-    with Journal(ledger, mint("rec", "main"), run_uuid=run.run_uuid, retry_s=retry_s) as journal:
+    with Journal(ledger, mint("rec", "main"), run_uuid=run.run_uuid, why=why, retry_s=retry_s) as journal:
         inc = journal.inc
         try:
             failpoint("recover.after_open")
@@ -158,6 +159,13 @@ def close_run(
         return found
     recover(store, ledger_dir, run=run, resume_step=None, force_dead=force_dead, section=section)
     return audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
+
+
+def _why(*, force_dead: Collection[str], accept_corrupt: bool, remove_unexpected: bool) -> str:
+    """The options that overrule a check, for the record; ``adopt`` records name every incarnation that was forced."""
+    asked = ["accept-corrupt"] * accept_corrupt + ["remove-unexpected"] * remove_unexpected
+    asked += [f"force-dead {len(force_dead)}: {' '.join(force_dead)}"] if force_dead else []
+    return ascii(", ".join(asked))[1:-1][:256]
 
 
 def _lock(ledger: Ledger, inc: str, run: RunInfo, *, force_dead: Collection[str]) -> None:

@@ -24,6 +24,7 @@ Versioning = Literal["none", "off", "suspended", "on", "unknown"]
 
 _PART: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}", re.ASCII)
 NAME_MAX: Final = 512
+CLEAR_NAMES_MAX: Final = 1000
 
 
 def check_name(name: str) -> str:
@@ -127,6 +128,18 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None: ...
+
+    def remove_all(self, prefix: str) -> int:
+        """Removes everything below ``prefix``, and its folders where there are any; for runs whose end is proved. Returns how many objects.
+
+        Raises the ``StoreError`` of the first one that could not be removed; what went before is gone, call it again.
+        """
+        names = [entry.name for entry in self.list(prefix)]
+        for at in range(0, len(names), CLEAR_NAMES_MAX):
+            for outcome in self.delete(names[at : at + CLEAR_NAMES_MAX]).values():
+                if isinstance(outcome, StoreError):
+                    raise outcome
+        return len(names)
 
     def read(self, name: str, *, bytes_max: int) -> bytes:
         """A whole small object; raises ``StoreError`` if it is larger than ``bytes_max``."""

@@ -99,6 +99,15 @@ def test_a_listing_has_every_object_below_the_prefix_and_no_other(store: Store) 
     assert list(store.list("nothing")) == []
 
 
+def test_clearing_a_prefix_removes_all_of_it_and_nothing_beside_it(store: Store) -> None:
+    for name in ("obj/a/1", "obj/b/.3.tmp", "obj/c", "objects/x", "steps/s/S.json"):
+        store.put(name, [b"x"])
+    assert store.remove_all("obj") == 3
+    assert list(store.list("obj")) == []
+    assert [e.name for prefix in ("objects", "steps") for e in store.list(prefix)] == ["objects/x", "steps/s/S.json"]
+    assert store.remove_all("obj") == 0
+
+
 ILLEGAL = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/./b", "a\x00b", "a\nb",
     "ü", "a/" + "b" * 300, "%2e%2e/x", "a b"]  # fmt: skip
 
