@@ -13,15 +13,18 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
+from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, PayloadError, StoreError, StoreUnavailable
 from fsref.objects import decode_chunk
-from fsref.plan import ChunkRead, FieldRead, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
+from fsref.plan import ChunkRead, FieldRead, Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
 from fsref.refs import Codec, Dense, FieldData, PayloadRef, Ragged, Schema, TokenRange, object_name
+from fsref.refs.merge import same_rows
 from fsref.store import ObjectFile, Store
 from fsref.store.threads import Threads
 
@@ -45,25 +48,23 @@ class DenseOut:
 class RaggedOut:
     """Where a ragged field goes.
 
-    ``counts`` int32 [n] is filled. Each column needs room for ``values_max`` values (the sum over the plan's segments); the wanted
-    values of segment k stand at ``pieces[k]`` once the plan ran, and ``compact`` moves them together.
+    ``counts`` int32 [n] and ``row_columns`` (one array [n] per row column) are filled, 0 where nothing is known. Each column needs room for
+    ``values_max`` values (the sum over the plan's reads); the wanted values of each read stand at ``pieces`` once the plan ran, and
+    ``compact`` moves them together.
     """
 
     counts: NDArray[np.int32]
     columns: Mapping[str, NDArray[Any]]
-    leads: dict[int, int] = field(default_factory=dict)
+    row_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    leads: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def pieces(self, plan: ReadPlan, name: str) -> list[slice]:
-        """Per segment that holds the field: the slice of the column buffers that belongs to the wanted rows."""
+        """Per read of the field, in the order of rows: the slice of the column buffers that belongs to the wanted rows."""
         out = []
-        base = 0
-        for number, segment in enumerate(plan.segments):
-            for read in segment.fields:
-                if read.field.name == name:
-                    start = base + self.leads.get(number, 0)
-                    count = int(self.counts[read.out_start : read.out_start + len(read.rows)].sum(dtype=np.int64))
-                    out.append(slice(start, start + count))
-                    base += read.values_max
+        for segment, number, read in plan.reads(name):
+            start = read.value_base + self.leads.get((segment, number), 0)
+            count = int(self.counts[read.out_start : read.out_start + len(read.rows)].sum(dtype=np.int64))
+            out.append(slice(start, start + count))
         return out
 
     def compact(self, plan: ReadPlan, name: str) -> int:
@@ -113,6 +114,8 @@ class ReadCounters:
     retries: int = 0
     abandoned: int = 0
     """Threads that were stuck in a read and given up."""
+    conflicts: int = 0
+    """Rows for which a later segment of a reference says otherwise than the one that counts."""
 
 
 class _Task(NamedTuple):
@@ -121,24 +124,21 @@ class _Task(NamedTuple):
     number: int
     segment: SegmentRead
     requests: tuple[Request, ...]
-    bases: Mapping[str, int]
-    """Per ragged field: where this segment's values begin in the column buffers."""
     out: Out
 
 
 def _tasks(plan: ReadPlan, out: Out) -> Iterator[_Task]:
     for number, segment in enumerate(plan.segments):
-        bases = {r.field.name: _value_base(plan, number, r.field.name) for r in segment.fields}
         group: list[Request] = []
         size = 0
         for request in segment.requests:
             if group and size + request.size > TASK_BYTES:
-                yield _Task(number, segment, tuple(group), bases, out)
+                yield _Task(number, segment, tuple(group), out)
                 group, size = [], 0
             group.append(request)
             size += request.size
         if group:
-            yield _Task(number, segment, tuple(group), bases, out)
+            yield _Task(number, segment, tuple(group), out)
 
 
 class Reader:
@@ -185,8 +185,10 @@ class Reader:
     def submit(self, plan: ReadPlan, out: Out) -> list[Future[None]]:
         """Starts a plan in the pool. Every field that the plan reads needs its buffers in ``out``.
 
-        One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread.
+        One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread. Raises
+        ``PayloadError`` for a buffer whose dtype does not hold the stored one; dense rows may be read into a wider one.
         """
+        _check_buffers(plan, out)
         return [self._pool.submit(partial(self._run, task)) for task in _tasks(plan, out)]
 
     def collect(self, futures: Sequence[Future[None]]) -> list[Exception]:
@@ -213,6 +215,7 @@ class Reader:
         """The arrays themselves, allocated here: per field ``Dense`` or ``Ragged`` over the wanted tokens, with missing ranges in them.
 
         Fields that the payload does not hold are absent. Shapes: dense [n, *row_shape]; ragged counts [n] and columns [counts.sum()].
+        Rows that several segments give are compared, and differences counted in ``counters.conflicts``.
         """
         wanted = TokenRange(0, ref.token_count) if tokens is None else tokens
         plan = self.plan(ref, tokens=wanted, fields=fields, layers=layers)
@@ -220,8 +223,29 @@ class Reader:
         names = [f.name for f in self._schema.fields if f.name in held and (fields is None or f.name in fields)]
         out = {n: allocate(plan, self._schema, n, layers=layers) for n in names}
         self.read_into(plan, out)
+        self.count_conflicts(ref, plan)
         gaps = missing_ranges(ref, self._schema)
         return {n: _result(out[n], plan, n, _shifted(gaps.get(n, ()), wanted)) for n in names}
+
+    def count_conflicts(self, ref: PayloadRef, plan: ReadPlan) -> int:
+        """Rows of the plan's overlaps that the later segment gives differently, bit for bit; also added to ``counters``.
+
+        Reads both sides' rows; does nothing for a reference whose segments do not overlap. Raises ``StoreError``.
+        """
+        found = 0
+        for (name, first, later), group in groupby(sorted(plan.overlaps, key=_sides), key=_sides):
+            ranges = [TokenRange(o.start, o.stop).clip(plan.tokens) for _, o in group]
+            span = TokenRange(min(r.start for r in ranges), max(r.stop for r in ranges))
+            ours, theirs = self._alone(ref, first, name, span), self._alone(ref, later, name, span)
+            rows = np.concatenate([np.arange(r.start - span.start, r.stop - span.start) for r in ranges])
+            found += int((~same_rows(ours, theirs, rows, rows)).sum())
+        with self._lock:
+            self.counters.conflicts += found
+        return found
+
+    def _alone(self, ref: PayloadRef, number: int, name: str, tokens: TokenRange) -> FieldData:
+        """Rows of one segment, whatever the others say."""
+        return self.read(msgspec.structs.replace(ref, segments=(ref.segments[number],)), tokens=tokens, fields=[name])[name]
 
     def close(self) -> None:
         """Lets running fetches end and stops the threads; one that is stuck is given up after ``abandon_s`` seconds."""
@@ -264,10 +288,12 @@ class Reader:
             try:
                 if isinstance(target, DenseOut):
                     self._dense(packed, chunk, read, target)
+                elif chunk.flat:
+                    self._values(packed, chunk, read, target.columns[chunk.column])
                 elif chunk.column == "counts":
                     self._counts(packed, chunk, read, target, task.number)
-                else:
-                    self._values(packed, chunk, read, target.columns[chunk.column], task.bases[read.field.name])
+                elif chunk.column in target.row_columns:
+                    self._per_token(packed, chunk, read, target.row_columns[chunk.column])
             except ObjectCorrupt as e:
                 raise ObjectCorrupt(f"field {read.field.name!r} rows {chunk.start}..{chunk.stop}: {e}") from e
 
@@ -278,9 +304,9 @@ class Reader:
     def _dense(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: DenseOut) -> None:
         start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
         at = read.out_start + start - read.rows.start
-        target = out.rows[at : at + stop - start]
+        target = out.rows[at : at + (stop - start if read.copies == 1 else read.copies)]
         shape = read.field.row_shape
-        whole_rows = not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0]
+        whole_rows = read.copies == 1 and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
         if whole_rows and not read.layers and target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
             return
@@ -301,19 +327,24 @@ class Reader:
         target[:, chunk.layer : chunk.layer + width] = wanted[:, :width]
 
     def _counts(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: RaggedOut, number: int) -> None:
-        decoded = self._scratch.take_decoded(chunk.nbytes)
-        decode_chunk(packed, decoded, self._codec)
-        counts = decoded.view(np.int32)
-        start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
-        at = read.out_start + start - read.rows.start
-        out.counts[at : at + stop - start] = counts[start - chunk.start : stop - chunk.start]
+        counts = self._per_token(packed, chunk, read, out.counts)
         if chunk.start == read.count_lead.start:
             lead = counts[: read.count_lead.stop - chunk.start]
-            out.leads[number] = int(lead.sum(dtype=np.int64))
+            out.leads[number, chunk.field] = int(lead.sum(dtype=np.int64))
 
-    def _values(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, column: NDArray[Any], base: int) -> None:
+    def _per_token(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: NDArray[Any]) -> NDArray[Any]:
+        """Counts or flags of the wanted rows; returns those of the whole chunk."""
+        decoded = self._scratch.take_decoded(chunk.nbytes)
+        decode_chunk(packed, decoded, self._codec)
+        values = decoded.view(out.dtype)
+        start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
+        at = read.out_start + start - read.rows.start
+        out[at : at + stop - start] = values[start - chunk.start : stop - chunk.start]
+        return values
+
+    def _values(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, column: NDArray[Any]) -> None:
         start, stop = max(chunk.start, read.value_first), min(chunk.stop, read.value_first + read.values_max)
-        at = base + start - read.value_first
+        at = read.value_base + start - read.value_first
         target = column[at : at + stop - start]
         if target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
@@ -367,8 +398,22 @@ def _as_rows(decoded: NDArray[np.uint8], read: FieldRead) -> NDArray[Any]:
     return flat.reshape(-1, layers, *shape[1:])
 
 
-def _value_base(plan: ReadPlan, number: int, name: str) -> int:
-    return sum(r.values_max for s in plan.segments[:number] for r in s.fields if r.field.name == name)
+def _sides(overlap: tuple[str, Overlap]) -> tuple[str, int, int]:
+    return overlap[0], overlap[1].first, overlap[1].later
+
+
+def _check_buffers(plan: ReadPlan, out: Out) -> None:
+    for segment in plan.segments:
+        for read in segment.fields:
+            target = out[read.field.name]
+            if isinstance(target, DenseOut):
+                if target.rows.dtype != read.field.dtype and not np.can_cast(read.field.dtype, target.rows.dtype, "safe"):
+                    raise PayloadError(f"field {read.field.name!r}: a buffer of {target.rows.dtype} cannot hold {read.field.dtype}")
+                continue
+            target.counts[:] = 0
+            wanted = {c.name: c.dtype for c in read.field.columns}
+            if any(column.dtype != wanted.get(name) for name, column in target.columns.items()):
+                raise PayloadError(f"field {read.field.name!r}: columns are {wanted}; buffers of other dtypes were given")
 
 
 def allocate(plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int] | None = None) -> DenseOut | RaggedOut:
@@ -377,7 +422,8 @@ def allocate(plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int]
     tokens = len(plan.tokens)
     if f.ragged:
         room = values_max(plan, name)
-        return RaggedOut(np.zeros(tokens, np.int32), {c.name: np.empty(room, c.dtype) for c in f.columns})
+        columns = {c.name: np.empty(room, c.dtype) for c in f.columns}
+        return RaggedOut(np.zeros(tokens, np.int32), columns, {c.name: np.zeros(tokens, c.dtype) for c in f.row_columns})
     shape = f.row_shape
     if layers is not None and f.layer_ids:
         shape = (len(layers), *shape[1:])
@@ -388,7 +434,7 @@ def _result(out: DenseOut | RaggedOut, plan: ReadPlan, name: str, missing: tuple
     if isinstance(out, DenseOut):
         return Dense(out.rows, missing)
     count = out.compact(plan, name)
-    return Ragged(out.counts, {n: c[:count] for n, c in out.columns.items()}, missing)
+    return Ragged(out.counts, {n: c[:count] for n, c in out.columns.items()}, missing, out.row_columns)
 
 
 def _shifted(ranges: Sequence[TokenRange], wanted: TokenRange) -> tuple[TokenRange, ...]:

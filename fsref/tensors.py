@@ -49,6 +49,8 @@ class RaggedTensor:
     """[N] each, N = counts.sum(); slots in engine order."""
     valid: Tensor
     """bool [T]: False where values are missing, not merely none."""
+    row_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T] each: the field's row columns, for example a mask's flags; 0 where nothing is known."""
 
     @property
     def offsets(self) -> Tensor:
@@ -128,6 +130,8 @@ class _FieldBuffers:
     columns: dict[str, NDArray[Any]]
     """Ragged: room for the values of all sequences."""
     valid: NDArray[np.bool_]
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Ragged: [T] per row column."""
     outs: list[tuple[RaggedOut, ReadPlan, int]] = field(default_factory=list)
     """Ragged: each sequence's views, its plan, and where its room begins."""
 
@@ -178,7 +182,8 @@ class Assembly:
             if buffers.spec.ragged:
                 count = _compact(buffers, name)
                 columns = {c: _tensor(v[:count], buffers.spec) for c, v in buffers.columns.items()}
-                fields[name] = RaggedTensor(torch.from_numpy(buffers.rows), columns, valid)
+                rows = {c: _tensor(v, buffers.spec) for c, v in buffers.extra.items()}
+                fields[name] = RaggedTensor(torch.from_numpy(buffers.rows), columns, valid, rows)
             else:
                 self._fill(buffers, name)
                 fields[name] = DenseTensor(_tensor(buffers.rows, buffers.spec), valid)
@@ -197,13 +202,15 @@ class Assembly:
         counts = np.zeros(self._tokens, np.int32)
         rooms = [0 if plan is None else values_max(plan, spec.name) for plan in self._plans]
         columns = {c.name: np.empty(sum(rooms), c.dtype) for c in spec.columns}
-        buffers = _FieldBuffers(spec, counts, columns, np.zeros(self._tokens, np.bool_))
+        extra = {c.name: np.zeros(self._tokens, c.dtype) for c in spec.row_columns}
+        buffers = _FieldBuffers(spec, counts, columns, np.zeros(self._tokens, np.bool_), extra)
         base = 0
         for number, (plan, room) in enumerate(zip(self._plans, rooms, strict=True)):
             if plan is not None and _reads(plan, spec.name):
                 start = int(starts[number])
                 views = {name: column[base : base + room] for name, column in columns.items()}
-                out = RaggedOut(counts[start : start + len(plan.tokens)], views)
+                here = slice(start, start + len(plan.tokens))
+                out = RaggedOut(counts[here], views, {name: row[here] for name, row in extra.items()})
                 self._outs[number][spec.name] = out
                 buffers.outs.append((out, plan, base))
             base += room

@@ -8,14 +8,17 @@ import contextlib
 import itertools
 import os
 import threading
-from typing import Protocol
+from typing import Final, Protocol
 
 from fsref.errors import StoreUnavailable
 from fsref.objects import EncodedObject, encode
 from fsref.quota import Quota
-from fsref.refs import BYTES_OBJECT_MAX, Payload, PayloadRef, Schema, Segment, check_incarnation, object_name
+from fsref.refs import BYTES_OBJECT_MAX, Lints, Payload, PayloadRef, Schema, Segment, check_incarnation, find, object_name
+from fsref.refs.lints import counts
 from fsref.store import Store
 from fsref.store.base import Durability
+
+_WARNING: Final = Lints.warning()
 
 
 class Keeper(Protocol):
@@ -47,21 +50,26 @@ class Writer:
         durability: Durability = "node",
         bytes_object_max: int = BYTES_OBJECT_MAX,
         quota: Quota | None = None,
+        lints: Lints = _WARNING,
     ) -> None:
         """``quota``: this process's share of the run's limit on live bytes; None where there is no limit."""
         self._store, self._schema, self._keeper = store, schema, keeper
         self._durability: Durability = durability
         self._bytes_object_max = bytes_object_max
-        self._quota = quota
+        self._quota, self._lints = quota, lints
 
     def put(self, payload: Payload, *, stop: threading.Event | None = None) -> PayloadRef:
         """Stores one branch's arrays as one object and returns its reference, which keeps all tokens.
 
-        Raises ``PayloadError`` if the arrays do not fit the schema or the size limit, ``StoreError`` if they could not be published;
-        in both cases no object is left (a number may be spent). Where a quota is used up it waits for room, at most ``quota_wait_s``
-        seconds; ``stop`` ends that with ``concurrent.futures.CancelledError``.
+        The writer's lints look at them first: what they count travels in the reference.
+
+        Raises ``PayloadError`` if the arrays do not fit the schema, a lint that refuses, or the size limit, ``StoreError`` if they
+        could not be published; in both cases no object is left (a number may be spent). Where a quota is used up it waits for room, at
+        most ``quota_wait_s`` seconds; ``stop`` ends that with ``concurrent.futures.CancelledError``.
         """
-        encoded = encode(payload.checked(self._schema), self._schema, bytes_max=self._bytes_object_max)
+        checked = payload.checked(self._schema)
+        findings = find(checked, self._schema, self._lints)
+        encoded = encode(checked, self._schema, bytes_max=self._bytes_object_max)
         room = self._quota.admitted(encoded.byte_count, stop=stop) if self._quota else contextlib.nullcontext()
         with room:
             seq = self._keeper.next_seq()
@@ -74,7 +82,7 @@ class Writer:
                 token_count=encoded.token_count,
                 fields=sum(1 << n for n, f in enumerate(self._schema.fields) if f.name in encoded.fields),
             )
-        return reference(object_id, encoded, self._schema)
+        return reference(object_id, encoded, self._schema, lints=counts(findings))
 
     def _publish(self, name: str, encoded: EncodedObject) -> None:
         try:
@@ -85,17 +93,17 @@ class Writer:
             raise
 
 
-def reference(object_id: str, encoded: EncodedObject, schema: Schema) -> PayloadRef:
-    """The reference to an encoded object, keeping all its tokens."""
+def reference(object_id: str, encoded: EncodedObject, schema: Schema, *, lints: tuple[int, ...] = ()) -> PayloadRef:
+    """The reference to an encoded object, keeping all its tokens; ``lints`` as ``fsref.refs.lints.counts`` gives them."""
     tokens = encoded.token_count
     return PayloadRef(
         schema_hash=schema.hash,
         token_count=tokens,
         token_hash=encoded.token_hash,
         hashed_count=tokens,
-        segments=(Segment(object_id, encoded.byte_count, 0, tokens, 0, encoded.index),),
-        missing=encoded.missing,
+        segments=(Segment(object_id, encoded.byte_count, 0, tokens, 0, encoded.index, encoded.missing),),
         stats=encoded.stats,
+        lints=lints,
     )
 
 

@@ -9,19 +9,19 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fsref.errors import ObjectMissing, StepError, StoreError
+from fsref.errors import BadRef, ObjectMissing, StepError, StoreError
 from fsref.inspection.find import Place
 from fsref.inspection.load import LayerLoad, LoadCounter, routing_field
 from fsref.inspection.records import FieldReport, RankReport, SampleReport, StepReport, kind_of
 from fsref.inspection.status import Status, statuses
-from fsref.objects.view import view
-from fsref.plan.index import missing_ranges, present_fields
-from fsref.refs import Dense, Field, PayloadRef, Schema, object_name
+from fsref.plan import missing_ranges, present_fields
+from fsref.reader import Reader
+from fsref.refs import Dense, Field, PayloadRef, Schema
 from fsref.steps import RankFile, SampleSequence, StepInfo, check_counts, published, read_info, read_rank
 from fsref.store import Store
 
-LOAD_OBJECTS_MAX: Final = 512
-"""Objects of a step whose routing is read for the expert load; the report says if that is not all."""
+LOAD_SAMPLES_MAX: Final = 512
+"""Samples of a step whose routing is read for the expert load; the report says if that is not all."""
 Progress = Callable[[int, int], None]
 """Called with (done, all) while objects are read."""
 
@@ -147,32 +147,31 @@ class _Load(NamedTuple):
 
 
 def _step_load(store: Store, schema: Schema, ranks: Sequence[RankFile], status: dict[str, Status], *, progress: Progress) -> _Load:
-    """Expert load over the samples whose single object is still there."""
+    """Expert load over the kept tokens of the samples whose objects are still there."""
     field = routing_field(schema.fields)
     if field is None:
         return _Load((), 0, [])
-    kept = _kept_tokens(field, schema, ranks)
-    there = [i for i in kept if i in status and status[i].state in {"present", "removing"}]
-    notes = [f"expert load is of {LOAD_OBJECTS_MAX} of {len(there)} objects"] if len(there) > LOAD_OBJECTS_MAX else []
-    counter, read = LoadCounter(field), 0
-    for done, object_id in enumerate(there[:LOAD_OBJECTS_MAX]):
-        progress(done, min(len(there), LOAD_OBJECTS_MAX))
-        try:
-            with store.open(object_name(object_id)) as file:
-                data = view(file).read(field.name)
-        except StoreError as e:
-            notes.append(f"{object_id}: {e}")
-            continue
-        assert isinstance(data, Dense)
-        counter.add(data, token_count=kept[object_id])
-        read += 1
-    return _Load(counter.layers() if read else (), read, notes)
+    there = [ref for ref in _routed(field, schema, ranks) if all(_is_there(status, i) for i in ref.object_ids)]
+    notes = [f"expert load is of {LOAD_SAMPLES_MAX} of {len(there)} samples"] if len(there) > LOAD_SAMPLES_MAX else []
+    counter, objects = LoadCounter(field), 0
+    with Reader(store, schema, threads=1, retries_max=0) as reader:
+        for done, ref in enumerate(there[:LOAD_SAMPLES_MAX]):
+            progress(done, min(len(there), LOAD_SAMPLES_MAX))
+            try:
+                data = reader.read(ref, fields=[field.name])[field.name]
+            except (StoreError, BadRef) as e:
+                notes.append(f"{', '.join(ref.object_ids)}: {e}")
+                continue
+            assert isinstance(data, Dense)
+            counter.add(data, token_count=ref.token_count)
+            objects += len(ref.object_ids)
+    return _Load(counter.layers() if objects else (), objects, notes)
 
 
-def _kept_tokens(field: Field, schema: Schema, ranks: Sequence[RankFile]) -> dict[str, int]:
-    """Kept tokens by object id, of samples whose arrays lie in one object that holds the field."""
-    return {
-        s.ref.segments[0].object_id: s.ref.token_count
-        for _, _, s in _sequences(ranks)
-        if s.ref is not None and not s.padding and len(s.ref.segments) == 1 and field.name in present_fields(s.ref, schema)
-    }
+def _is_there(status: dict[str, Status], object_id: str) -> bool:
+    return object_id in status and status[object_id].state in {"present", "removing"}
+
+
+def _routed(field: Field, schema: Schema, ranks: Sequence[RankFile]) -> list[PayloadRef]:
+    """References of samples that hold the field."""
+    return [s.ref for _, _, s in _sequences(ranks) if s.ref is not None and not s.padding and field.name in present_fields(s.ref, schema)]

@@ -15,7 +15,7 @@ from fsref.objects.codec import CRC_BYTES, encode_chunk
 from fsref.objects.metadata import documents
 from fsref.objects.zipfile import ZipWriter
 from fsref.plan import Array, Chunk, Layout, chunk_tokens, encode_index, encode_missing
-from fsref.refs import BYTES_OBJECT_MAX, Dense, Payload, Ragged, Schema, token_hash
+from fsref.refs import BYTES_OBJECT_MAX, Dense, Payload, Ragged, Schema, TokenRange, token_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,8 @@ def encode(payload: Payload, schema: Schema, *, bytes_max: int = BYTES_OBJECT_MA
     stats = {name: _stats(data) for name, data in payload.fields.items() if isinstance(data, Ragged)}
     hashed = token_hash(payload.token_ids)
     missing = {name: data.missing for name, data in payload.fields.items()}
+    if payload.token_count:
+        missing |= {name: (TokenRange(0, payload.token_count),) for name in payload.absent}
     for name, document in documents(layout, token_hash=hashed, missing=missing, stats=stats):
         zip_.add(name, (document,), len(document))
     zip_.finish()
@@ -67,7 +69,7 @@ def encode(payload: Payload, schema: Schema, *, bytes_max: int = BYTES_OBJECT_MA
         token_hash=hashed,
         token_count=payload.token_count,
         fields=layout.present,
-        stats=tuple(stats[f.name] for f in schema.fields if f.name in stats),
+        stats=tuple(stats.get(f.name, (0, 0)) for f in schema.fields if f.ragged),
     )
 
 
@@ -89,10 +91,10 @@ def _chunk_values(payload: Payload, array: Array, chunk: Chunk) -> NDArray[Any]:
     if isinstance(data, Dense):
         rows = data.rows[chunk.start : chunk.stop]
         source = rows[:, chunk.layer : chunk.layer + array.chunk_shape[1]] if rows.ndim > 1 else rows
-    elif array.column == "counts":
-        source = data.counts[chunk.start : chunk.stop]
-    else:
+    elif array.flat:
         source = data.columns[array.column][chunk.start : chunk.stop]
+    else:
+        source = (data.counts if array.column == "counts" else data.row_columns[array.column])[chunk.start : chunk.stop]
     if source.shape == array.chunk_shape:
         return np.ascontiguousarray(source)
     padded = np.zeros(array.chunk_shape, source.dtype)

@@ -94,7 +94,8 @@ class ObjectView:
         missing = self.missing.get(field, ())
         if "" in data:
             return Dense(data[""], missing)
-        return Ragged(data.pop("counts"), data, missing)
+        rows = {c.name: data.pop(c.name) for c in self.schema.field(field).row_columns}
+        return Ragged(data.pop("counts"), data, missing, rows)
 
     def _array(self, number: int) -> NDArray[Any]:
         array = self.layout.arrays[number]

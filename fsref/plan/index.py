@@ -89,13 +89,10 @@ def stored_tokens(segment: Segment) -> int:
     return _get(segment.index, 0)[0]
 
 
-def present_fields(ref: PayloadRef, schema: Schema) -> tuple[str, ...]:
-    """Fields that any segment holds, in schema order."""
-    check_schema(ref, schema)
-    bits = 0
-    for segment in ref.segments:
-        _, at = _get(segment.index, 0)
-        bits |= _get(segment.index, at)[0]
+def held_fields(segment: Segment, schema: Schema) -> tuple[str, ...]:
+    """Fields that the segment's object holds, in schema order."""
+    _, at = _get(segment.index, 0)
+    bits, _ = _get(segment.index, at)
     return tuple(f.name for n, f in enumerate(schema.fields) if bits >> n & 1)
 
 
@@ -127,32 +124,30 @@ def encode_missing(missing: Mapping[str, Sequence[TokenRange]], schema: Schema) 
     return bytes(out)
 
 
-def missing_ranges(ref: PayloadRef, schema: Schema) -> dict[str, tuple[TokenRange, ...]]:
-    """Missing token ranges per field that has any, clipped to the kept tokens. Raises ``BadRef``."""
-    data = ref.missing
+def decode_missing(segment: Segment, schema: Schema) -> dict[str, tuple[TokenRange, ...]]:
+    """Missing rows of the segment's object, per field that has any. Raises ``BadRef``."""
+    data = segment.missing
     if not data:
         return {}
-    kept = TokenRange(0, ref.token_count)
     bits, at = _get(data, 0)
     if bits >> len(schema.fields):
-        raise BadRef(f"missing ranges name fields {bits:#x}; the schema has {len(schema.fields)}")
+        raise BadRef(f"{segment.object_id}: missing ranges name fields {bits:#x}; the schema has {len(schema.fields)}")
     out = {}
     for n, field in enumerate(schema.fields):
         if not bits >> n & 1:
             continue
         count, at = _get(data, at)
+        if not 0 < count <= len(data):
+            raise BadRef(f"{segment.object_id}: {count} missing ranges in {len(data)} bytes")
         ranges, stop = [], 0
-        for _ in range(min(count, len(data))):
+        for _ in range(count):
             gap, at = _get(data, at)
             length, at = _get(data, at)
-            r = TokenRange(stop + gap, stop + gap + length)
-            stop = r.stop
-            if (clipped := r.clip(kept)) and len(clipped):
-                ranges.append(clipped)
-        if ranges:
-            out[field.name] = tuple(ranges)
+            ranges.append(TokenRange(stop + gap, stop + gap + length))
+            stop = ranges[-1].stop
+        out[field.name] = tuple(ranges)
     if at != len(data):
-        raise BadRef("the missing ranges have trailing bytes")
+        raise BadRef(f"{segment.object_id}: the missing ranges have trailing bytes")
     return out
 
 

@@ -42,6 +42,8 @@ class Array(NamedTuple):
     field: Field
     column: str
     """``""`` for a dense field, ``counts``, or the column's name."""
+    flat: bool
+    """Whether it holds a ragged field's values [N]; else one row per token."""
 
     @property
     def chunk_nbytes(self) -> int:
@@ -102,19 +104,20 @@ class Layout:
             if not field.ragged:
                 layers = field.layers_per_chunk or (field.row_shape[0] if field.row_shape else 0)
                 inner = (layers, *field.row_shape[1:]) if field.row_shape else ()
-                out.append(Array(field.name, field.dtype, (tokens, *field.row_shape), (step, *inner), field, ""))
+                out.append(Array(field.name, field.dtype, (tokens, *field.row_shape), (step, *inner), field, "", flat=False))
                 continue
-            out.append(Array(f"{field.name}/counts", "int32", (tokens,), (step,), field, "counts"))
+            per_token = [("counts", "int32"), *((c.name, c.dtype) for c in field.row_columns)]
+            out += [Array(f"{field.name}/{name}", dtype, (tokens,), (step,), field, name, flat=False) for name, dtype in per_token]
             values = self._values(field)
             per_chunk = max(1, -(-values // max(1, self.range_count)))
-            out += [Array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field, c.name) for c in field.columns]
+            out += [Array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field, c.name, flat=True) for c in field.columns]
         return tuple(out)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         by_range: list[list[Chunk]] = [[] for _ in range(self.range_count)]
         for number, array in enumerate(self.arrays):
-            place = self._flat_chunks if array.column not in ("", "counts") else self._token_chunks
+            place = self._flat_chunks if array.flat else self._token_chunks
             for chunk in place(number, array):
                 by_range[chunk.range_index].append(chunk)
         return tuple(c for chunks in by_range for c in chunks)

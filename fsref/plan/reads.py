@@ -5,11 +5,13 @@ requests); ``FieldRead.values_max`` is the room that they need, and a reader say
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from fsref.errors import BadRef
+from fsref.plan.coverage import Overlap, Piece, field_coverage, gaps_of, is_whole
 from fsref.plan.index import check_schema, decode_index
-from fsref.plan.layout import Chunk, Layout
+from fsref.plan.layout import Array, Chunk, Layout
 from fsref.refs import Field, PayloadRef, Schema, Segment, TokenRange
 
 
@@ -23,9 +25,11 @@ class ChunkRead(NamedTuple):
     nbytes: int
     """Decoded bytes."""
     field: int
-    """Index into ``ReadPlan.fields``."""
+    """Index into ``SegmentRead.fields``."""
     column: str
     """``""`` dense, ``counts``, or a column name."""
+    flat: bool
+    """Whether it holds values rather than rows."""
     start: int
     stop: int
     """Rows (flat values) of the object that it holds."""
@@ -57,6 +61,10 @@ class FieldRead(NamedTuple):
     """Ragged: decoded values, at most this many belong to the wanted rows."""
     count_lead: TokenRange
     """Ragged: rows of the first token range that precede the wanted ones; their values are skipped."""
+    value_base: int = 0
+    """Ragged: where the decoded values begin in the caller's columns."""
+    copies: int = 1
+    """Dense: rows of the caller's buffer that the one wanted row goes to, as their filler; 1 where it stands for itself."""
 
 
 class SegmentRead(NamedTuple):
@@ -65,6 +73,7 @@ class SegmentRead(NamedTuple):
     object_id: str
     byte_count: int
     fields: tuple[FieldRead, ...]
+    """A field may stand in it several times, with other rows each time."""
     requests: tuple[Request, ...]
 
 
@@ -73,6 +82,13 @@ class ReadPlan(NamedTuple):
 
     tokens: TokenRange
     segments: tuple[SegmentRead, ...]
+    overlaps: tuple[tuple[str, Overlap], ...] = ()
+    """(field, tokens) for which several segments have real rows; a reader can compare them."""
+
+    def reads(self, name: str) -> list[tuple[int, int, FieldRead]]:
+        """(segment, index among its fields, read) of one field, by position in the caller's buffer."""
+        found = [(n, i, r) for n, s in enumerate(self.segments) for i, r in enumerate(s.fields) if r.field.name == name]
+        return sorted(found, key=lambda item: item[2].out_start) if len(found) > 1 else found
 
     @property
     def byte_count(self) -> int:
@@ -106,53 +122,92 @@ def plan_read(
     known = {f.name for f in schema.fields}
     if unknown := [n for n in fields if n not in known]:
         raise BadRef(f"fields {unknown} asked for, the schema has {sorted(known)}")
-    out = []
-    for segment in ref.segments:
-        wanted = segment.tokens.clip(tokens)
-        if len(wanted) or not len(segment.tokens):
-            shift = segment.row_start - segment.token_start
-            rows = TokenRange(wanted.start + shift, wanted.stop + shift)
-            read = _plan_segment(
-                segment,
-                schema,
-                rows,
-                out_start=wanted.start - tokens.start,
-                names=set(fields),
-                layers=layers,
-                request_bytes_max=request_bytes_max,
-                gap_bytes_max=gap_bytes_max,
-            )
-            if read.fields:
-                out.append(read)
-    return ReadPlan(tokens, tuple(out))
+    wants = _Wants(tuple(f for f in schema.fields if f.name in fields), layers, request_bytes_max, gap_bytes_max)
+    if is_whole(ref):
+        if not len(tokens) and ref.hashed_count:
+            return ReadPlan(tokens, ())
+        jobs = [_Job(f, tokens, 0, 1) for f in wants.fields]
+        read = _plan_segment(ref.segments[0], schema, jobs, wants)
+        return ReadPlan(tokens, (read,) if read.fields else ())
+    return _plan_merged(ref, schema, tokens, wants)
 
 
-def _plan_segment(
-    segment: Segment,
-    schema: Schema,
-    rows: TokenRange,
-    *,
-    out_start: int,
-    names: set[str],
-    layers: Sequence[int] | None,
-    request_bytes_max: int,
-    gap_bytes_max: int,
-) -> SegmentRead:
+class _Wants(NamedTuple):
+    """What is asked for, whatever the segment."""
+
+    fields: tuple[Field, ...]
+    layers: Sequence[int] | None
+    request_bytes_max: int
+    gap_bytes_max: int
+
+
+class _Job(NamedTuple):
+    """Rows of one object that go to one place."""
+
+    field: Field
+    rows: TokenRange
+    out_start: int
+    copies: int
+
+
+def _plan_merged(ref: PayloadRef, schema: Schema, tokens: TokenRange, wants: _Wants) -> ReadPlan:
+    """Several segments: each token's row from the segment that counts, each missing dense row from the row that fills it."""
+    jobs: dict[int, list[_Job]] = {}
+    overlaps: list[tuple[str, Overlap]] = []
+    for field in wants.fields:
+        coverage = field_coverage(ref, schema, field.name)
+        for p in coverage.pieces:
+            start, stop = max(p.start, tokens.start), min(p.stop, tokens.stop)
+            if start < stop:
+                rows = TokenRange(start + p.shift, stop + p.shift)
+                jobs.setdefault(p.segment, []).append(_Job(field, rows, start - tokens.start, 1))
+        if not field.ragged and coverage.pieces:
+            for gap in gaps_of(coverage, tokens):
+                segment, row = _filler(coverage.pieces, gap)
+                jobs.setdefault(segment, []).append(_Job(field, TokenRange(row, row + 1), gap.start - tokens.start, len(gap)))
+        overlaps += [(field.name, o) for o in coverage.overlaps if o.start < tokens.stop and o.stop > tokens.start]
+    reads = [_plan_segment(ref.segments[n], schema, jobs[n], wants) for n in sorted(jobs)]
+    return ReadPlan(tokens, tuple(_with_bases(reads)), tuple(overlaps))
+
+
+def _filler(pieces: Sequence[Piece], gap: TokenRange) -> tuple[int, int]:
+    """Segment and row that fill a gap: the nearest earlier real row, else the next one."""
+    earlier = [p for p in pieces if p.stop <= gap.start]
+    if earlier:
+        return earlier[-1].segment, earlier[-1].stop - 1 + earlier[-1].shift
+    return pieces[0].segment, pieces[0].start + pieces[0].shift
+
+
+def _with_bases(reads: Sequence[SegmentRead]) -> list[SegmentRead]:
+    """Gives every ragged read its place in the columns, in the order of rows, so that moving values together only moves them down."""
+    places = [(r.field.name, r.out_start, n, i) for n, s in enumerate(reads) for i, r in enumerate(s.fields) if r.field.ragged]
+    bases: dict[tuple[int, int], int] = {}
+    for _, group in groupby(sorted(places), key=lambda p: p[0]):
+        base = 0
+        for _, _, n, i in group:
+            bases[n, i] = base
+            base += reads[n].fields[i].values_max
+    return [
+        s._replace(fields=tuple(r._replace(value_base=bases.get((n, i), 0)) for i, r in enumerate(s.fields))) for n, s in enumerate(reads)
+    ]
+
+
+def _plan_segment(segment: Segment, schema: Schema, jobs: Sequence[_Job], wants: _Wants) -> SegmentRead:
     layout, sizes, starts = decode_index(segment, schema)
     reads: list[FieldRead] = []
-    number: dict[str, int] = {}
-    for field in schema.fields:
-        if field.name in names and field.name in layout.present:
-            number[field.name] = len(reads)
-            reads.append(_field_read(layout, field, rows, out_start, _layer_positions(field, layers)))
+    numbers: dict[str, list[int]] = {}
+    for job in jobs:
+        if job.field.name in layout.present:
+            numbers.setdefault(job.field.name, []).append(len(reads))
+            reads.append(_field_read(layout, job, _layer_positions(job.field, wants.layers)))
     wanted: list[tuple[int, ChunkRead]] = []
-    if len(rows):
-        for chunk, size, start in zip(layout.chunks, sizes, starts, strict=True):
-            array = layout.arrays[chunk.array]
-            n = number.get(array.field.name)
-            if n is not None and _touches(chunk, array.column, array.chunk_shape, reads[n], layout):
-                wanted.append((start, ChunkRead(0, size, array.chunk_nbytes, n, array.column, chunk.start, chunk.stop, chunk.layer)))
-    requests = _coalesce(wanted, request_bytes_max, gap_bytes_max)
+    for chunk, size, start in zip(layout.chunks, sizes, starts, strict=True):
+        array = layout.arrays[chunk.array]
+        for n in numbers.get(array.field.name, ()):
+            if _touches(chunk, array, reads[n], layout):
+                read = ChunkRead(0, size, array.chunk_nbytes, n, array.column, array.flat, chunk.start, chunk.stop, chunk.layer)
+                wanted.append((start, read))
+    requests = _coalesce(wanted, wants.request_bytes_max, wants.gap_bytes_max)
     return SegmentRead(segment.object_id, segment.byte_count, tuple(reads), requests)
 
 
@@ -165,22 +220,25 @@ def _layer_positions(field: Field, layers: Sequence[int] | None) -> tuple[int, .
     return tuple(position[layer] for layer in layers)
 
 
-def _field_read(layout: Layout, field: Field, rows: TokenRange, out_start: int, layers: tuple[int, ...]) -> FieldRead:
+def _field_read(layout: Layout, job: _Job, layers: tuple[int, ...]) -> FieldRead:
+    field, rows = job.field, job.rows
     if not field.ragged or not len(rows):
-        return FieldRead(field, rows, out_start, layers, 0, 0, TokenRange(0, 0))
+        return FieldRead(field, rows, job.out_start, layers, 0, 0, TokenRange(0, 0), copies=job.copies)
     first, last = rows.start // layout.range_tokens, (rows.stop - 1) // layout.range_tokens
     begin = layout.value_start(field.name, first)
     end = layout.value_sums[field.name][last]
-    return FieldRead(field, rows, out_start, layers, begin, end - begin, TokenRange(layout.tokens_of(first).start, rows.start))
+    return FieldRead(field, rows, job.out_start, layers, begin, end - begin, TokenRange(layout.tokens_of(first).start, rows.start))
 
 
-def _touches(chunk: Chunk, column: str, chunk_shape: tuple[int, ...], read: FieldRead, layout: Layout) -> bool:
-    if column and column != "counts":
+def _touches(chunk: Chunk, array: Array, read: FieldRead, layout: Layout) -> bool:
+    if not len(read.rows):
+        return False
+    if array.flat:
         return chunk.start < read.value_first + read.values_max and chunk.stop > read.value_first
     first, last = read.rows.start // layout.range_tokens, (read.rows.stop - 1) // layout.range_tokens
     if not first <= chunk.range_index <= last:
         return False
-    return not read.layers or any(chunk.layer <= p < chunk.layer + chunk_shape[1] for p in read.layers)
+    return not read.layers or any(chunk.layer <= p < chunk.layer + array.chunk_shape[1] for p in read.layers)
 
 
 def _coalesce(wanted: list[tuple[int, ChunkRead]], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:

@@ -1,12 +1,15 @@
 """The nouns: what passes between env servers, orchestrator and trainer.
 
 Modules: ``names`` (ids, token ranges, limits), ``schema`` (``Field``, ``Schema``, ``Codec``), ``payload`` (arrays in memory),
-``reference`` (``PayloadRef``, a name for arrays in a store). Refuses I/O, codecs and anything that knows where a store is: a reference
-is a name, not an address.
+``reference`` (``PayloadRef``, a name for arrays in a store), ``merge`` (rows of several replies, by position), ``export`` (other
+forms of the same arrays: sentinels, rectangles), ``lints`` (arrays that are legal and look wrong). Refuses I/O, codecs and anything that
+knows where a store is: a reference is a name, not an address.
 
 Shape letters: T tokens, L layers, K experts per token, N values of a ragged field.
 """
 
+from fsref.refs.lints import Finding, Lint, Lints, find
+from fsref.refs.merge import Merged, Piece, merge
 from fsref.refs.names import (
     BYTES_CHUNK_MAX,
     BYTES_OBJECT_MAX,
@@ -28,9 +31,11 @@ from fsref.refs.names import (
     token_hash,
 )
 from fsref.refs.payload import Dense, FieldData, Payload, Ragged, filler_rows, narrow
-from fsref.refs.reference import PayloadRef, Segment
+from fsref.refs.reference import Part, PayloadRef, Segment, join
 from fsref.refs.schema import (
     DTYPES,
+    MASK_FULL,
+    MASK_TRUNCATED,
     Alignment,
     Codec,
     Column,
@@ -53,10 +58,18 @@ __all__ = [
     "Dense",
     "Field",
     "FieldData",
+    "Finding",
     "INCARNATION_PATTERN",
+    "Lint",
+    "Lints",
+    "MASK_FULL",
+    "MASK_TRUNCATED",
+    "Merged",
     "OBJECT_PATTERN",
+    "Part",
     "Payload",
     "PayloadRef",
+    "Piece",
     "ROLES",
     "RUN_PATTERN",
     "Ragged",
@@ -70,7 +83,10 @@ __all__ = [
     "check_run",
     "expert_dtype",
     "filler_rows",
+    "find",
+    "join",
     "flags_of",
+    "merge",
     "narrow",
     "object_name",
     "ranges_where",

@@ -1,11 +1,11 @@
 """Arrays in memory, and their checks against a schema.
 
-Shape letters: T tokens, N values of a ragged field.
+Shape letters: T tokens, L layers, K experts per token, N values of a ragged field.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ class Dense:
 
     rows: NDArray[Any]
     missing: tuple[TokenRange, ...] = ()
+    id_space: Literal["", "logical", "physical"] = ""
+    """Which expert numbering the ids are in, where whoever made them knows; another one than the schema's is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,26 @@ class Ragged:
     counts: NDArray[np.int32]
     columns: Mapping[str, NDArray[Any]]
     missing: tuple[TokenRange, ...] = ()
+    row_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """One value per token [T] for each of the field's ``row_columns``; an absent one is 0 throughout."""
+
+    @classmethod
+    def from_offsets(
+        cls,
+        offsets: Sequence[int] | NDArray[np.integer[Any]],
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        missing: tuple[TokenRange, ...] = (),
+        row_columns: Mapping[str, NDArray[Any]] | None = None,
+    ) -> "Ragged":
+        """From the usual CSR form: ``offsets`` [T + 1] from 0 on, where each row's values begin. Raises ``PayloadError``."""
+        bounds = np.asarray(offsets)
+        if bounds.ndim != 1 or not bounds.size or bounds.dtype.kind not in "iu" or int(bounds[0]) != 0:
+            raise PayloadError(f"offsets start with 0 and are one more than rows; {bounds.dtype} {bounds[:3].tolist()} found")
+        counts = np.diff(bounds.astype(np.int64))
+        if counts.size and int(counts.min()) < 0:
+            raise PayloadError(f"offsets descend at row {int(np.argmin(counts))}")
+        return cls(counts.astype(np.int32), columns, missing, row_columns or {})
 
 
 FieldData = Dense | Ragged
@@ -44,6 +66,8 @@ class Payload:
 
     token_ids: NDArray[np.int32]
     fields: Mapping[str, FieldData]
+    absent: tuple[str, ...] = ()
+    """Fields that the engine was asked for and that did not come: another thing than fields that nobody asked for."""
 
     @property
     def token_count(self) -> int:
@@ -54,28 +78,42 @@ class Payload:
 
         A missing dense row becomes a copy of the nearest earlier real row, else of the next one, so that every reader sees
         the same bytes whatever part it reads; coverage, not the value, says that it is missing. A missing ragged row has count 0.
-        A dense field without any real row is absent.
+        A field without any real row is ``absent``. A field with a layer axis may bring all ``layer_count`` layers.
 
         Raises ``PayloadError`` (which names the field) for an unknown field, a wrong shape or dtype, values that narrowing
-        would change, expert ids outside [0, expert_count), or counts that do not add up.
+        would change, expert ids outside [0, expert_count), ids of another id space, or counts that do not add up.
         """
         out: dict[str, FieldData] = {}
+        absent = set(self.absent)
         for name, data in self.fields.items():
-            try:
-                field = schema.field(name)
-            except KeyError as e:
-                raise PayloadError(str(e.args[0])) from None
-            if field.ragged != isinstance(data, Ragged):
-                raise PayloadError(f"field {name!r} is {'ragged' if field.ragged else 'dense'} in the schema, the arrays are not")
+            spec = _field(schema, name)
+            if name in absent:
+                raise PayloadError(f"field {name!r} is among the absent ones and has arrays")
+            if spec.ragged != isinstance(data, Ragged):
+                raise PayloadError(f"field {name!r} is {'ragged' if spec.ragged else 'dense'} in the schema, the arrays are not")
             _check_missing(name, data.missing, self.token_count)
             done = (
-                _checked_ragged(field, data, self.token_count)
-                if isinstance(data, Ragged)
-                else _checked_dense(field, data, self.token_count)
+                _checked_ragged(spec, data, self.token_count) if isinstance(data, Ragged) else _checked_dense(spec, data, self.token_count)
             )
-            if done is not None:
+            if done is None:
+                absent.add(name)
+            else:
                 out[name] = done
-        return Payload(np.ascontiguousarray(self.token_ids, dtype=np.int32), {f.name: out[f.name] for f in schema.fields if f.name in out})
+        for name in self.absent:
+            _field(schema, name)
+        names = [f.name for f in schema.fields]
+        return Payload(
+            np.ascontiguousarray(self.token_ids, dtype=np.int32),
+            {n: out[n] for n in names if n in out},
+            tuple(n for n in names if n in absent),
+        )
+
+
+def _field(schema: Schema, name: str) -> Field:
+    try:
+        return schema.field(name)
+    except KeyError as e:
+        raise PayloadError(str(e.args[0])) from None
 
 
 def _check_missing(name: str, missing: tuple[TokenRange, ...], token_count: int) -> None:
@@ -107,20 +145,46 @@ def narrow(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
     return np.ascontiguousarray(array, dtype=want)
 
 
-def _checked_dense(field: Field, data: Dense, token_count: int) -> Dense | None:
-    rows = np.asarray(data.rows)
-    if rows.shape != (token_count, *field.row_shape):
-        raise PayloadError(f"field {field.name!r}: shape {rows.shape} found, {(token_count, *field.row_shape)} needed")
+def _checked_dense(spec: Field, data: Dense, token_count: int) -> Dense | None:
+    rows = _own_layers(spec, np.asarray(data.rows), token_count)
+    if data.id_space and spec.id_space and data.id_space != spec.id_space:
+        raise PayloadError(
+            f"field {spec.name!r}: ids are {data.id_space}, the schema says {spec.id_space}: map them through the balancer's table"
+        )
     real = ~flags_of(data.missing, token_count)
     if token_count and not real.any():
         return None
     if data.missing:
         rows = rows[filler_rows(real)]
-    if field.expert_count and rows.size:
-        low, high = int(rows.min()), int(rows.max())
-        if low < 0 or high >= field.expert_count:
-            raise PayloadError(f"field {field.name!r}: expert ids {low}..{high} found, 0..{field.expert_count - 1} are legal")
-    return Dense(narrow(field.name, rows, field.dtype), data.missing)
+    if spec.expert_count and rows.size:
+        _check_ids(spec, rows)
+    return Dense(narrow(spec.name, rows, spec.dtype), data.missing, spec.id_space)
+
+
+def _own_layers(spec: Field, rows: NDArray[Any], token_count: int) -> NDArray[Any]:
+    """``rows`` with the schema's layers, of all layers or of exactly those."""
+    if rows.shape == (token_count, *spec.row_shape):
+        return rows
+    if spec.layer_count and rows.shape == (token_count, spec.layer_count, *spec.row_shape[1:]):
+        return rows[:, list(spec.layer_ids)]
+    others = f", or all {spec.layer_count} layers" if spec.layer_count else ""
+    raise PayloadError(f"field {spec.name!r}: shape {rows.shape} found, {(token_count, *spec.row_shape)} needed{others}")
+
+
+def _check_ids(spec: Field, rows: NDArray[Any]) -> None:
+    low, high = int(rows.min()), int(rows.max())
+    if low >= 0 and high < spec.expert_count:
+        return
+    hint = ""
+    if low < 0:
+        negative = (rows < 0).reshape(len(rows), -1)
+        at = int(np.argmax(negative.any(axis=1)))
+        hint = (
+            f"; row {at} mixes them with real ids, which is corruption"
+            if not negative[at].all()
+            else f"; row {at} is a sentinel: name it in ``missing`` (fsref.refs.export.without_sentinel does)"
+        )
+    raise PayloadError(f"field {spec.name!r}: expert ids {low}..{high} found, 0..{spec.expert_count - 1} are legal{hint}")
 
 
 def filler_rows(real: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -131,22 +195,37 @@ def filler_rows(real: NDArray[np.bool_]) -> NDArray[np.intp]:
     return np.where(index < 0, first, index)
 
 
-def _checked_ragged(field: Field, data: Ragged, token_count: int) -> Ragged:
+def _checked_ragged(spec: Field, data: Ragged, token_count: int) -> Ragged | None:
+    name = spec.name
     counts = np.asarray(data.counts)
     if counts.shape != (token_count,):
-        raise PayloadError(f"field {field.name!r}: counts of shape {counts.shape} found, ({token_count},) needed")
+        raise PayloadError(f"field {name!r}: counts of shape {counts.shape} found, ({token_count},) needed")
     if counts.size and int(counts.min()) < 0:
-        raise PayloadError(f"field {field.name!r}: a count is negative ({int(counts.min())})")
-    if set(data.columns) != {c.name for c in field.columns}:
-        raise PayloadError(f"field {field.name!r}: columns {sorted(data.columns)} found, {[c.name for c in field.columns]} needed")
+        raise PayloadError(f"field {name!r}: a count is negative ({int(counts.min())})")
+    if set(data.columns) != {c.name for c in spec.columns}:
+        raise PayloadError(f"field {name!r}: columns {sorted(data.columns)} found, {[c.name for c in spec.columns]} needed")
+    if foreign := set(data.row_columns) - {c.name for c in spec.row_columns}:
+        raise PayloadError(f"field {name!r}: row columns {sorted(foreign)} found, {[c.name for c in spec.row_columns]} are declared")
     total = int(counts.sum(dtype=np.int64))
-    columns = {}
-    for c in field.columns:
-        values = np.asarray(data.columns[c.name])
-        if values.shape != (total,):
-            raise PayloadError(f"field {field.name!r}: {total} values by its counts, column {c.name!r} has shape {values.shape}")
-        columns[c.name] = narrow(f"{field.name}.{c.name}", values, c.dtype)
+    columns = {c.name: _column(f"{name}.{c.name}", data.columns[c.name], c.dtype, total, "values by its counts") for c in spec.columns}
     missing = flags_of(data.missing, token_count)
     if bool(counts[missing].any()):
-        raise PayloadError(f"field {field.name!r}: a token range is declared missing but has values")
-    return Ragged(narrow(f"{field.name}.counts", counts, "int32"), columns, data.missing)
+        raise PayloadError(f"field {name!r}: a token range is declared missing but has values")
+    if token_count and bool(missing.all()):
+        return None
+    rows = {c.name: _row_column(name, c.name, c.dtype, data, missing) for c in spec.row_columns}
+    return Ragged(narrow(f"{name}.counts", counts, "int32"), columns, data.missing, rows)
+
+
+def _column(what: str, values: Any, dtype: str, size: int, why: str) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.shape != (size,):
+        raise PayloadError(f"field {what!r}: {size} {why}, shape {array.shape} found")
+    return narrow(what, array, dtype)
+
+
+def _row_column(name: str, column: str, dtype: str, data: Ragged, missing: NDArray[np.bool_]) -> NDArray[Any]:
+    if column not in data.row_columns:
+        return np.zeros(len(missing), dtype)
+    values = _column(f"{name}.{column}", data.row_columns[column], dtype, len(missing), "tokens")
+    return np.where(missing, values.dtype.type(0), values) if data.missing else values

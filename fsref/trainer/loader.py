@@ -79,6 +79,7 @@ class _StepFetch:
     exposed_s: float = 0.0
     bytes_fetched: int = 0
     requests: int = 0
+    conflicts: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -133,6 +134,7 @@ class StepLoader:
             "payload/bytes_fetched": float(fetch.bytes_fetched),
             "payload/requests": float(fetch.requests),
             "payload/abandoned_threads": float(self._reader.counters.abandoned),
+            "payload/conflicting_rows": float(fetch.conflicts),
         }
 
     def release(self, step: int) -> None:
@@ -198,7 +200,17 @@ class StepLoader:
             fetch.requests += sum(p.request_count for p in plans if p is not None)
         if errors:
             raise errors[0]
+        self._compare(fetch, micro_batch, plans)
         return assembly.finish()
+
+    def _compare(self, fetch: _StepFetch, micro_batch: MicroBatch, plans: Sequence[ReadPlan | None]) -> None:
+        """Counts rows that segments of one reference give differently; nothing to do for references of one segment."""
+        found = 0
+        for sequence, plan in zip(micro_batch.sequences, plans, strict=True):
+            if sequence.ref is not None and plan is not None and plan.overlaps:
+                found += self._reader.count_conflicts(sequence.ref, plan)
+        with fetch.lock:
+            fetch.conflicts += found
 
 
 def _failure(error: StoreError | BadRef, micro_batch: MicroBatch) -> FetchFailure:

@@ -90,6 +90,7 @@ def test_a_present_object_shows_arrays_coverage_and_load(run: Run) -> None:
     assert {a.path: (a.dtype, a.shape) for a in r.arrays} == {
         "routed_experts": ("uint8", (6, 2, 2)),
         "sampling_mask/counts": ("int32", (6,)),
+        "sampling_mask/flags": ("uint8", (6,)),
         "sampling_mask/ids": ("int32", (6,)),
     }
     assert [(f.name, f.rows_missing, f.values) for f in r.fields] == [("routed_experts", 1, 0), ("sampling_mask", 0, 6)]

@@ -53,6 +53,7 @@ class Maker:
             row_stop=count,
             token_start=0,
             index=encode_index(layout, [16] * len(layout.chunks)),
+            missing=encode_missing(missing or {}, self.schema),
         )
         return PayloadRef(
             schema_hash=self.schema.hash,
@@ -60,7 +61,6 @@ class Maker:
             token_hash=token_hash(token_ids),
             hashed_count=count,
             segments=(segment,),
-            missing=encode_missing(missing or {}, self.schema),
             stats=stats,
         )
 

@@ -118,7 +118,7 @@ GOOD: list[Any] = ["AAAAAAAAAAA=", 1, "AAAAAAAAAAA=", 1, [[f"{INC}/0", 9, 0, 1, 
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, "AAAA"), (1, 2), (1, -1), (2, ""), (3, 1 << 40), (3, 2), (4, [[f"{INC}/0", 0, 0, 1, 0, ""]]), (4, [[f"{INC}/0", 9, 1, 0, 0, ""]]),
+    [(0, "AAAA"), (1, 2), (1, -1), (2, ""), (3, 1 << 40), (3, 0), (4, [[f"{INC}/0", 0, 0, 1, 0, ""]]), (4, [[f"{INC}/0", 9, 1, 0, 0, ""]]),
      (4, [[f"{INC}/0", 9, 0, 1, 1, ""]]), (4, "x"), (1, "1"), (1, 1.5), (4, [[f"{INC}/0", 9, 0, 1, 0, "A" * 100_000]])],
 )  # fmt: skip
 def test_a_malformed_reference_is_refused(place: int, value: Any) -> None:
