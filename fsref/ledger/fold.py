@@ -81,6 +81,7 @@ class JournalFold:
         self.count = 0
         self.kept: dict[int, tuple[int, int]] = {}
         """Seq to (bytes, offset)."""
+        self.kept_bytes = 0
         self.taken: SeqMap = {}
         """To offset."""
         self.ships: dict[int, ShipFact] = {}
@@ -118,11 +119,12 @@ class JournalFold:
     def feed(self, offset: int, record: AnyRecord) -> None:
         """Adds one record. Raises ``JournalCorrupt``."""
         self._offset = offset
-        if self.open is None or self.close is not None or isinstance(record, Open):
+        kind = type(record)
+        if self.open is None or self.close is not None or kind is Open:
             self._check_order(offset, record)
-        part = getattr(record, "part", None)
+        part = None if kind in _WHOLE else record.part  # type: ignore[union-attr]
         if part is None and not self._parts:
-            _APPLY[type(record)](self, offset, record)
+            _APPLY[kind](self, offset, record)
         else:
             self._feed_part(offset, record, part)
             if self._parts:
@@ -162,8 +164,8 @@ class JournalFold:
         return ids
 
     def _spend(self, count: int) -> None:
-        self.ids_named += count
-        if self.ids_named > min(self._ids_max, IDS_FREE + IDS_BYTE_MAX * self._offset):
+        named = self.ids_named = self.ids_named + count
+        if named > self._ids_max or named > IDS_FREE + IDS_BYTE_MAX * self._offset:
             raise JournalCorrupt(f"{self.inc}: names {self.ids_named} ids in {self._offset} bytes, more ids than the limit")
 
     def _open(self, _: int, record: Open) -> None:
@@ -172,19 +174,19 @@ class JournalFold:
     def _keep(self, offset: int, record: Keep) -> None:
         if self.role != "env":
             raise JournalCorrupt(f"{self.inc}: keep at {offset}, which only env incarnations write")
-        if record.s > len(self.kept) + VOID_SEQS_MAX:
-            raise JournalCorrupt(f"{self.inc}: keep of number {record.s} at {offset} after {len(self.kept)} keeps: numbers are dense")
-        if record.s in self.kept:
-            self.repeats.append(("I1", f"{self.inc}/{record.s}", self.kept[record.s][1], offset))
+        kept, seq = self.kept, record.s
+        if seq > len(kept) + VOID_SEQS_MAX:
+            raise JournalCorrupt(f"{self.inc}: keep of number {seq} at {offset} after {len(kept)} keeps: numbers are dense")
+        if seq in kept:
+            self.repeats.append(("I1", f"{self.inc}/{seq}", kept[seq][1], offset))
             return
         self._spend(1)
-        self.kept[record.s] = (record.b, offset)
+        kept[seq] = (record.b, offset)
+        self.kept_bytes += record.b
 
     def _take(self, offset: int, record: Take) -> None:
         for inc, seqs in self._unpack(record.i).items():
-            into = self.taken.setdefault(inc, {})
-            for seq in seqs:
-                into.setdefault(seq, offset)
+            _add_first(self.taken.setdefault(inc, {}), seqs, offset)
 
     def _ship(self, offset: int, record: Ship) -> None:
         ids = self._unpack(record.i)
@@ -196,13 +198,10 @@ class JournalFold:
                 known.ids.setdefault(inc, []).extend(seqs)
         else:
             self.repeats.append(("I7", f"step {record.step}", known.offset, offset))
+        fact = (record.step, offset)
         for inc, seqs in ids.items():
             into = self.shipped.setdefault(inc, {})
-            for seq in seqs:
-                if seq in into:
-                    self.repeats.append(("I7", f"{inc}/{seq}", into[seq][1], offset))
-                else:
-                    into[seq] = (record.step, offset)
+            self.repeats += [("I7", f"{inc}/{seq}", into[seq][1], offset) for seq in _add_first(into, seqs, fact)]
 
     def _step(self, offset: int, record: StepRecord) -> None:
         fact = StepFact(record.n, record.sum, offset)
@@ -219,20 +218,14 @@ class JournalFold:
         fact = (offset, record.r)
         for inc, seqs in self._unpack(record.i).items():
             into = self.drops.setdefault(inc, {})
-            for seq in seqs:
-                if seq in into:
-                    self.repeats.append(("I2", f"{inc}/{seq}", into[seq][0], offset))
-                else:
-                    into[seq] = fact
+            self.repeats += [("I2", f"{inc}/{seq}", into[seq][0], offset) for seq in _add_first(into, seqs, fact)]
 
     def _done(self, offset: int, record: Done) -> None:
         if record.steps is not None:
             self.step_done.append(StepRange(*record.steps, offset, record.k))
         fact = (offset, record.k)
         for inc, seqs in self._unpack(record.i).items():
-            into = self.done.setdefault(inc, {})
-            for seq in seqs:
-                into.setdefault(seq, fact)
+            _add_first(self.done.setdefault(inc, {}), seqs, fact)
         if record.a and record.k == 1:
             for inc, seqs in self._unpack(record.a).items():
                 self.absent.setdefault(inc, {}).update(dict.fromkeys(seqs, offset))
@@ -268,6 +261,7 @@ class JournalFold:
             return None
         cut_at, self.last = self.last, end - 1
         self.kept = {s: k for s, k in self.kept.items() if k[1] < end}
+        self.kept_bytes = sum(b for b, _ in self.kept.values())
         self.taken = _before(self.taken, end, int)
         self.ships = {s: k for s, k in self.ships.items() if k.offset < end}
         self.shipped = _before(self.shipped, end, lambda fact: int(fact[1]))
@@ -288,10 +282,22 @@ class JournalFold:
         return cut_at
 
 
+def _add_first(into: dict[int, Any], seqs: list[int], fact: object) -> list[int]:
+    """Gives each number the fact that it has not got yet; returns those that had one. All numbers of a set share one fact."""
+    if into.keys().isdisjoint(seqs):
+        into.update(dict.fromkeys(seqs, fact))
+        return []
+    known = [seq for seq in seqs if seq in into]
+    into.update((seq, fact) for seq in seqs if seq not in into)
+    return known
+
+
 def _before(facts: SeqMap, end: int, offset_of: Callable[[Any], int]) -> SeqMap:
     return {inc: {s: f for s, f in seqs.items() if offset_of(f) < end} for inc, seqs in facts.items()}
 
 
+_WHOLE: Final = frozenset({Open, Keep, Close})
+"""Records that are never split."""
 _APPLY: Final[dict[type, Callable[[JournalFold, int, Any], None]]] = {
     Open: JournalFold._open,  # noqa: SLF001
     Keep: JournalFold._keep,  # noqa: SLF001

@@ -204,6 +204,10 @@ class SeqSet:
     def add(self, seq: int) -> bool:
         """Adds a number; False if it was there."""
         starts, stops = self._starts, self._stops
+        if stops and stops[-1] == seq:  # the usual case: the next number
+            stops[-1] = seq + 1
+            self.count += 1
+            return True
         at = bisect_right(starts, seq) - 1
         if at >= 0 and seq < stops[at]:
             return False

@@ -42,6 +42,7 @@ class LineReader:
         at = self._pending_at
         self._pending = lines.pop()
         for line in lines:
+            end = at + len(line) + 1
             if line_ok(line):
                 if self._bad_at is not None:
                     raise JournalCorrupt(f"the line at {self._bad_at} is damaged and valid lines follow (at {at})")
@@ -49,11 +50,11 @@ class LineReader:
                     record = decode_line(line)
                 except JournalCorrupt as e:
                     raise JournalCorrupt(f"the line at {at} has a right checksum but is refused: {e}") from e
-                self.end = at + len(line) + 1
+                self.end = end
                 yield at, record
             elif self._bad_at is None:
                 self._bad_at = at
-            at += len(line) + 1
+            at = end
         self._pending_at = at
         if len(self._pending) > LINE_BYTES_MAX:
             self._bad_at = at if self._bad_at is None else self._bad_at

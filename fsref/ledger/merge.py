@@ -6,12 +6,13 @@ Owns the merge, which is free of order (sets only) and of clocks. Refuses to jud
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fsref.ledger.fold import Adoption, JournalFold, SeqMap, ShipFact
 
 StepKey = tuple[int, int, int]
 """(step, n, sum): one batch. A step number alone may return after a resume."""
+_Fact = TypeVar("_Fact")
 Place = tuple[str, int]
 """(journal, offset): evidence."""
 
@@ -162,23 +163,26 @@ class RunFold:
         first: dict[str, dict[int, DropFact]] = {}
         double: list[tuple[str, DropFact, DropFact]] = []
         for journal, fold in self.journals.items():
+            facts: dict[tuple[int, str], DropFact] = {}  # one for all ids of a record
             for inc, drops in fold.drops.items():
-                into = first.setdefault(inc, {})
-                for seq, (offset, reason) in drops.items():
-                    _put(into, double, inc, seq, DropFact(journal, offset, reason))
-            for inc, seq, fact in self._expand_step_drops(journal, fold):
-                _put(first.setdefault(inc, {}), double, inc, seq, fact)
+                for fact in drops.values():
+                    if fact not in facts:
+                        facts[fact] = DropFact(journal, *fact)
+                _put(first, double, inc, {seq: facts[fact] for seq, fact in drops.items()})
+            for inc, by_seq in self._expand_step_drops(journal, fold):
+                _put(first, double, inc, by_seq)
         return first, double
 
-    def _expand_step_drops(self, journal: str, fold: JournalFold) -> Iterator[tuple[str, int, DropFact]]:
+    def _expand_step_drops(self, journal: str, fold: JournalFold) -> Iterator[tuple[str, dict[int, DropFact]]]:
         for drop in fold.step_drops:
             trained = DropFact(journal, drop.offset, drop.reason)
             failed = trained._replace(reason="fetch_failed")
             for key in self.batches_before(journal, drop.lo, drop.hi, drop.offset):
                 missed = self.missed.get(key[0], {})
                 for inc, seqs in self._ids_of(key):
-                    bad = missed.get(inc, ())
-                    yield from ((inc, seq, failed if seq in bad else trained) for seq in seqs)
+                    by_seq = dict.fromkeys(seqs, trained)
+                    by_seq.update((seq, failed) for seq in missed.get(inc, ()) if seq in by_seq)
+                    yield inc, by_seq
 
     @cached_property
     def missed(self) -> dict[int, SeqMap]:
@@ -223,17 +227,17 @@ class RunFold:
         """Producer to seq to (journal, offset, attempt) of its removal."""
         out: dict[str, dict[int, tuple[str, int, int]]] = {}
         for journal, fold in self.journals.items():
+            facts: dict[tuple[int, int], tuple[str, int, int]] = {}
             for inc, seqs in fold.done.items():
-                into = out.setdefault(inc, {})
-                for seq, (offset, attempt) in seqs.items():
-                    into.setdefault(seq, (journal, offset, attempt))
+                for fact in seqs.values():
+                    if fact not in facts:
+                        facts[fact] = (journal, *fact)
+                _add_new(out.setdefault(inc, {}), {seq: facts[fact] for seq, fact in seqs.items()})
             for done in fold.step_done:
-                fact = (journal, done.offset, done.attempt)
+                place = (journal, done.offset, done.attempt)
                 for key in self.batches_before(journal, done.lo, done.hi, done.offset):
-                    for inc, seqs2 in self._ids_of(key):
-                        into = out.setdefault(inc, {})
-                        for seq in seqs2:
-                            into.setdefault(seq, fact)
+                    for inc, numbers in self._ids_of(key):
+                        _add_new(out.setdefault(inc, {}), dict.fromkeys(numbers, place))
         return out
 
     @cached_property
@@ -269,6 +273,8 @@ class RunFold:
         for inc in self.producers:
             drops = self.drops.get(inc, {})
             kept = self.journals[inc].kept
+            if kept.keys() <= drops.keys() and inc not in self.extra:
+                continue
             yield from ((inc, seq, size) for seq, (size, _) in kept.items() if seq not in drops)
             yield from ((inc, seq, 0) for seq in self.extra.get(inc, ()) if seq not in drops and seq not in kept)
 
@@ -276,7 +282,8 @@ class RunFold:
         """(producer, seq) of everything dropped and not known to be gone."""
         for inc, drops in self.drops.items():
             done = self.done.get(inc, {})
-            yield from ((inc, seq) for seq in drops if seq not in done)
+            if not drops.keys() <= done.keys():
+                yield from ((inc, seq) for seq in drops if seq not in done)
 
     def missing_journals(self) -> list[str]:
         """Incarnations that the journals name but that have no journal."""
@@ -296,9 +303,16 @@ def _end_of(adoptions: Iterable[tuple[str, Adoption]]) -> float:
     return min((a.end for _, a in adoptions), default=math.inf)
 
 
-def _put(into: dict[int, DropFact], double: list[tuple[str, DropFact, DropFact]], inc: str, seq: int, fact: DropFact) -> None:
-    known = into.get(seq)
-    if known is None:
-        into[seq] = fact
-    elif known.place != fact.place:
-        double.append((f"{inc}/{seq}", known, fact))
+def _put(first: dict[str, dict[int, DropFact]], double: list[tuple[str, DropFact, DropFact]], inc: str, facts: dict[int, DropFact]) -> None:
+    into = first.setdefault(inc, {})
+    known = into.keys() & facts.keys()
+    double += [(f"{inc}/{seq}", into[seq], facts[seq]) for seq in sorted(known) if into[seq].place != facts[seq].place]
+    _add_new(into, facts)
+
+
+def _add_new(into: dict[int, _Fact], facts: dict[int, _Fact]) -> None:
+    """The facts of numbers that have none yet."""
+    if into.keys().isdisjoint(facts):
+        into.update(facts)
+    else:
+        into.update((seq, fact) for seq, fact in facts.items() if seq not in into)

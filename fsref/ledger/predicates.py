@@ -4,6 +4,7 @@ Owns the judgement of single facts; every violation names an id, a predicate and
 while journals are missing or still being written: see ``Evidence.complete`` and ``Evidence.settled``.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -93,9 +94,10 @@ def i2_one_drop(e: Evidence) -> Iterator[Violation]:
 
 def i3_holder(e: Evidence) -> Iterator[Violation]:
     """The writer of a drop held the right at that position (rules 1 to 4)."""
+    by_steps = {j for j, fold in e.run.journals.items() if fold.role == "trn" and not fold.drops}  # the ranges are judged below
     for inc, drops in e.run.drops.items():
         for seq, drop in drops.items():
-            if not _held(e, inc, seq, drop):
+            if drop.journal not in by_steps and not _held(e, inc, seq, drop):
                 yield Violation("I3", f"{inc}/{seq}", f"dropped ({drop.reason}) by {drop.journal}, which did not hold it", (drop.place,))
     for journal, fold in e.run.journals.items():
         for drop_range in fold.step_drops:
@@ -173,9 +175,10 @@ def i5_no_take_after_drop(e: Evidence) -> Iterator[Violation]:
         found = e.run.ships.get(key)
         if not found:
             continue
-        drops = {d for inc, seqs in found[0][1].ids.items() if (of := e.run.drops.get(inc)) for seq in seqs if (d := of.get(seq))}
+        ids = found[0][1].ids.items()
+        drops = {id(d): d for inc, seqs in ids if (of := e.run.drops.get(inc)) for d in map(of.get, seqs) if d}
         for taker, offset in takes:
-            for drop in drops:
+            for drop in drops.values():
                 late = drop.offset < offset if drop.journal == taker else taker not in e.run.closures.get(drop.journal, {})
                 if late and e.old(*drop.place):
                     yield Violation(
@@ -191,7 +194,7 @@ def i6_take_needs_keep(e: Evidence) -> Iterator[Violation]:
             if producer is None or not e.run.whole(inc):
                 continue
             extra = e.run.extra.get(inc, ())
-            for seq in [s for s in seqs if s not in producer.kept]:
+            for seq in sorted(seqs.keys() - producer.kept.keys()):
                 if seq not in extra and e.old(journal, seqs[seq]):
                     yield Violation("I6", f"{inc}/{seq}", f"taken by {journal}, but never kept", ((journal, seqs[seq]),))
 
@@ -199,20 +202,17 @@ def i6_take_needs_keep(e: Evidence) -> Iterator[Violation]:
 def i7_ship(e: Evidence) -> Iterator[Violation]:
     """ship(id) implies taken by the same orchestrator; one step per id; the counts of ship and of step agree."""
     yield from _repeats(e, "I7", "shipped twice")
-    seen: dict[str, dict[int, Place]] = {}
-    for journal, fold in e.run.journals.items():
-        for ship in fold.ships.values():
+    for key, found in e.run.ships.items():
+        for journal, ship in found:
             place = (journal, ship.offset)
-            ids = [(inc, seq) for inc, seqs in ship.ids.items() for seq in seqs]
-            if len(ids) != ship.n or sum_of(f"{inc}/{seq}" for inc, seq in ids) != ship.checksum:
-                yield Violation("I7", f"step {ship.step}", f"ship says n = {ship.n}, its ids are {len(ids)} or of another sum", (place,))
-            for inc, seq in ids:
-                taken = fold.taken.get(inc, {}).get(seq)
-                if taken is None or taken > ship.offset:
-                    yield Violation("I7", f"{inc}/{seq}", f"shipped in step {ship.step} by {journal}, which had not taken it", (place,))
-                other = seen.setdefault(inc, {}).setdefault(seq, place)
-                if other != place and other[0] != journal:
-                    yield Violation("I7", f"{inc}/{seq}", "shipped by two orchestrators", (other, place))
+            ids = [f"{inc}/{seq}" for inc, seqs in ship.ids.items() for seq in seqs]
+            if len(ids) != ship.n or sum_of(ids) != ship.checksum:
+                yield Violation("I7", f"step {key[0]}", f"ship says n = {ship.n}, its ids are {len(ids)} or of another sum", (place,))
+            for inc, seqs in ship.ids.items():
+                taken = e.run.journals[journal].taken.get(inc, {})
+                for seq in [s for s in seqs if taken.get(s, math.inf) > ship.offset]:
+                    yield Violation("I7", f"{inc}/{seq}", f"shipped in step {key[0]} by {journal}, which had not taken it", (place,))
+    yield from _shipped_by_two(e)
     yield from _used_not_taken(e)
     for key, takes in e.run.step_takers.items():
         if key not in e.run.ships and e.complete:
@@ -220,6 +220,15 @@ def i7_ship(e: Evidence) -> Iterator[Violation]:
                 if e.old(taker, offset):
                     detail = f"taken with n, sum = {key[1]}, {key[2]}, which no orchestrator shipped"
                     yield Violation("I7", f"step {key[0]}", detail, ((taker, offset),))
+
+
+def _shipped_by_two(e: Evidence) -> Iterator[Violation]:
+    shippers = {j: fold.shipped for j, fold in e.run.journals.items() if fold.shipped}
+    for (a, first), (b, second) in itertools.combinations(shippers.items(), 2):
+        for inc in first.keys() & second.keys():
+            for seq in sorted(first[inc].keys() & second[inc].keys()):
+                places = ((a, int(first[inc][seq][1])), (b, int(second[inc][seq][1])))
+                yield Violation("I7", f"{inc}/{seq}", "shipped by two orchestrators", places)
 
 
 def _used_not_taken(e: Evidence) -> Iterator[Violation]:
@@ -244,7 +253,7 @@ def i9_balance(e: Evidence) -> Iterator[Violation]:
         if fold is None:
             continue
         extra, whole = e.run.extra.get(inc, ()), e.run.whole(inc)
-        for seq in [s for s in drops if s not in fold.kept and s not in extra]:
+        for seq in sorted(drops.keys() - fold.kept.keys() - set(extra)):
             drop = drops[seq]
             if e.old(*drop.place) and (whole or not _consumers(e, inc, seq)):
                 yield Violation("I9", f"{inc}/{seq}", f"dropped ({drop.reason}), but never kept and never found", (drop.place,))
@@ -258,7 +267,7 @@ def i9_balance(e: Evidence) -> Iterator[Violation]:
 def _own_totals(fold: JournalFold) -> dict[str, int]:
     dropped = sum(map(len, fold.drops.values()))
     if fold.role == "env":
-        return {"kept": len(fold.kept), "kept_bytes": sum(b for b, _ in fold.kept.values()), "dropped": dropped}
+        return {"kept": len(fold.kept), "kept_bytes": fold.kept_bytes, "dropped": dropped}
     if fold.role in ("orc", "evl"):
         ships = fold.ships.values()
         return {
@@ -299,9 +308,10 @@ def _done_but_present(e: Evidence, store: StoreView) -> Iterator[Violation]:
 def _lost(e: Evidence, store: StoreView) -> Iterator[Violation]:
     for inc in e.run.producers:
         present, drops, known = store.present.get(inc, set()), e.run.drops.get(inc, {}), e.run.lost.get(inc, ())
-        for seq, (_, offset) in e.run.journals[inc].kept.items():
-            if seq not in present and seq not in drops and seq not in known and e.old(inc, offset):
-                yield Violation("I10", f"{inc}/{seq}", "lost: kept, absent and never dropped", ((inc, offset),))
+        kept = e.run.journals[inc].kept
+        for seq in sorted(kept.keys() - drops.keys() - present):
+            if seq not in known and e.old(inc, kept[seq][1]):
+                yield Violation("I10", f"{inc}/{seq}", "lost: kept, absent and never dropped", ((inc, kept[seq][1]),))
 
 
 def _unexpected(e: Evidence, store: StoreView) -> Iterator[Violation]:

@@ -6,6 +6,7 @@ Owns counting and rendering. Refuses to say ok when something could not be read:
 import enum
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 from fsref.ledger.ids import pack
@@ -14,6 +15,8 @@ from fsref.ledger.predicates import Evidence, Violation, violations
 
 LISTED_MAX: Final = 100
 """Violations and ids that a report lists; the counts are exact."""
+_reason: Final = attrgetter("reason")
+_attempt: Final = itemgetter(2)
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -181,27 +184,27 @@ def count(evidence: Evidence) -> Totals:
     """The figures of a run."""
     run, store = evidence.run, evidence.store
     reasons: Counter[str] = Counter()
-    dropped_bytes = 0
-    for inc, drops in run.drops.items():
-        kept = run.journals[inc].kept if inc in run.journals else {}
-        reasons.update(fact.reason for fact in drops.values())
-        dropped_bytes += sum(kept[seq][0] for seq in drops if seq in kept)
+    for drops in run.drops.values():
+        reasons.update(map(_reason, drops.values()))
+    kept_bytes = sum(run.journals[inc].kept_bytes for inc in run.producers)
     how = Counter(adoption.how for inc in run.producers if (found := run.adoption_of(inc)) for adoption in [found[1]])
     closed_only = sum(run.journals[inc].sealed and not run.adopted(inc) for inc in run.producers)
     live = [size for _, _, size in run.live()]
-    done = [fact for seqs in run.done.values() for fact in seqs.values()]
+    attempts: Counter[int] = Counter()
+    for seqs in run.done.values():
+        attempts.update(map(_attempt, seqs.values()))
     return Totals(
         kept=sum(len(run.journals[inc].kept) for inc in run.producers),
-        kept_bytes=sum(size for inc in run.producers for size, _ in run.journals[inc].kept.values()),
+        kept_bytes=kept_bytes,
         producers=len(run.producers),
         producers_closed=closed_only + how.pop("closed", 0),
         producers_adopted=dict(sorted(how.items())),
         producers_open=sum(not run.ended(inc) for inc in run.producers),
         dropped=reasons.total(),
-        dropped_bytes=dropped_bytes,
+        dropped_bytes=kept_bytes - sum(live),
         dropped_by=dict(reasons.most_common()),
-        done=len(done),
-        done_retry=sum(attempt > 1 for _, _, attempt in done),
+        done=attempts.total(),
+        done_retry=attempts.total() - attempts[1],
         live=len(live),
         live_bytes=sum(live),
         pending=sum(1 for _ in run.pending()),
@@ -220,7 +223,7 @@ def _unreceipted(run: RunFold) -> int:
     for inc, drops in run.drops.items():
         kept = run.journals[inc].kept if inc in run.journals else {}
         extra = run.extra.get(inc, ())
-        total += sum(seq not in kept and seq not in extra for seq in drops)
+        total += len(drops.keys() - kept.keys() - set(extra))
     return total
 
 

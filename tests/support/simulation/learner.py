@@ -99,7 +99,7 @@ class Trainer(Process):
             if self.choose.chance(0.1):
                 yield from self.take(batch)  # the batch comes twice
         except StepReleased as e:
-            if (policy == "checkpoint" or not batch.used) and batch.by not in world.forced:
+            if (policy == "checkpoint" or not batch.used) and not world.forced.intersection((batch.by, self.inc)):
                 world.reference.say(f"step {batch.step} cannot be trained, and no checkpoint covers it: {e}")
             self.next += 1
             return
@@ -108,7 +108,7 @@ class Trainer(Process):
             for object_id in rank:
                 yield FREE
                 present = object_id in world.objects
-                world.reference.read(object_id, batch, present=present)
+                world.reference.read(object_id, batch, by=self.inc, present=present)
                 missing += [] if present else [object_id]
         yield HELD
         self.write(StepRecord(0, batch.step, "used", batch.n, batch.checksum, {"missing": pack(missing)} if missing else {}))

@@ -93,9 +93,9 @@ class Reference:
             self.say(f"{by} removes {object_id}, which {who} needs")
         self.removed.setdefault(object_id, by)
 
-    def read(self, object_id: str, batch: Batch, *, present: bool) -> None:
+    def read(self, object_id: str, batch: Batch, *, by: str, present: bool) -> None:
         """A rank reads an object of a step that it took."""
-        if not present and object_id not in self.strangers and batch.by not in self.zombies:
+        if not present and object_id not in self.strangers and not self.zombies.intersection((batch.by, by)):
             self.say(f"step {batch.step}: {object_id} is not there (removed by {self.removed.get(object_id, 'nobody')})")
 
     def finish(self, disks: Mapping[str, Disk], objects: set[str], adopted: Mapping[str, int]) -> None:
