@@ -259,7 +259,7 @@ def write_results(found: dict[str, Any]) -> None:
         "What the ledger costs",
         [
             f"`python -m tools.ledger_cost` on {found['machine']}. Microseconds per object from keep to done, every reply with one object,",
-            f"steps of {STEP_OBJECTS}, {PATH_OBJECTS:,} objects; *mean* is all time, the deleter's included, *call* what the callers waited.",
+            f"steps of {STEP_OBJECTS}, {PATH_OBJECTS:,} objects; *mean* is all time, the deleter's included, *call* what callers waited.",
             "",
             "| way of an object | mean | processor | call, mean | call, p99 |",
             "|---|---|---|---|---|",

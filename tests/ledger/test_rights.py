@@ -98,6 +98,7 @@ def test_a_reply_of_an_adopted_producer_is_refused() -> None:
     assert rights.late_refused == 1
 
 
+@pytest.mark.fault(25)
 def test_a_second_drop_is_counted_or_raises_in_strict_mode() -> None:
     for strict in (False, True):
         rights = ConsumerRights("orc.main.0000000000000001", strict=strict)
@@ -111,6 +112,7 @@ def test_a_second_drop_is_counted_or_raises_in_strict_mode() -> None:
             assert rights.suppressed == 1
 
 
+@pytest.mark.fault(25)
 def test_a_worker_that_discards_twice_is_counted_or_raises_in_strict_mode() -> None:
     lax, strict = kept(), kept(strict=True)
     for rights in (lax, strict):
