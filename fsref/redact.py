@@ -13,8 +13,11 @@ HIDDEN: Final = "[hidden]"
 _PATTERNS: Final = (
     # query strings of URLs: signatures and tokens are among their values
     (re.compile(r"([a-z][a-z0-9+.-]{0,20}://[^\s?#'\"<>]{1,2048}\?)[^\s'\"<>]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # user info of URLs
-    (re.compile(r"([a-z][a-z0-9+.-]{0,20}://)[^\s/@?#'\"<>]{1,512}@", re.IGNORECASE), rf"\1{HIDDEN}@"),
+    # user info of URLs, also where a password has a slash that should have been escaped
+    (
+        re.compile(r"([a-z][a-z0-9+.-]{0,20}://)(?:[^\s/@:'\"<>]{1,256}:[^\s@'\"<>]{1,512}|[^\s/@?#'\"<>]{1,512})@", re.IGNORECASE),
+        rf"\1{HIDDEN}@",
+    ),
     # signing parameters and headers, in any of the forms that clients print: X-Amz-Signature=..., "x-amz-security-token": "..."
     (
         re.compile(r"(\bX-Amz-[A-Za-z0-9-]{1,64}['\"]?\s*[=:,]\s*)(?:b?\"[^\"]*\"|b?'[^']*'|[^\s&,;'\"<>)}\]]+)", re.IGNORECASE),
