@@ -64,6 +64,7 @@ def test_a_published_step_reads_back_and_adds_up(store: Store) -> None:
 
 
 @pytest.mark.fault(23)
+@pytest.mark.payload("F21")
 def test_a_step_without_its_marker_is_not_there(store: Store) -> None:
     _, ranks = step(store)
     store.put(steps.rank_file_name(42, 0), [steps.encode_rank_files(ranks)[0]])
@@ -94,6 +95,7 @@ def test_owned_ids_that_do_not_match_what_was_shipped_are_refused(store: Store) 
             steps.check_counts(info, bad)
 
 
+@pytest.mark.fault(66)
 def test_another_format_version_is_refused_with_both_numbers(store: Store) -> None:
     info, _ = step(store)
     store.replace(steps.info_name(42), msgspec.json.encode(msgspec.structs.replace(info, v=2)))

@@ -65,6 +65,7 @@ def test_every_branch_is_put() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreFull("no space"), PayloadError("field 'x': wrong")])
+@pytest.mark.payload("F22")
 def test_a_put_that_fails_discards_the_ones_before_and_names_its_branch(error: Exception) -> None:
     ledger = Ledger()
     with pytest.raises(type(error), match=f"branch t/2: {error}"):
@@ -98,6 +99,7 @@ def test_giving_up_a_kept_episode_discards_it_at_once() -> None:
     assert ledger.discarded == [((f"{INC}/0", f"{INC}/1", f"{INC}/2"), "never_sent")]
 
 
+@pytest.mark.payload("F22")
 def test_giving_up_while_a_put_runs_does_not_wait_and_the_thread_discards() -> None:
     ledger, writer = Ledger(), Writer()
     writer.hold.clear()

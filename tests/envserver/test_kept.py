@@ -151,6 +151,7 @@ def test_bytes_on_the_wire_do_not_follow_the_size_of_the_arrays(run: Run, replic
     assert high < low + 1000, "60 instead of 3 candidates for 6 tokens are 2.7 KB of ids and logprobs"
 
 
+@pytest.mark.payload("F18")
 def test_an_eval_client_keeps_nothing(run: Run, replica: Replica) -> None:
     before = run.objects()
     relay = Target(base_url=run.engine.url, model="policy", tokenizer=run.target.tokenizer, kind="eval")

@@ -47,6 +47,7 @@ def test_a_record_is_one_write_at_the_end(ledger: Path, monkeypatch: pytest.Monk
         assert fcntl.fcntl(journal._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
+@pytest.mark.payload("F8")
 def test_a_name_is_used_once(ledger: Path) -> None:
     with Journal(Ledger(ledger), INC, run_uuid=UUID):
         pass

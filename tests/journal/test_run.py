@@ -20,6 +20,7 @@ def test_a_run_is_created_once_and_opened_again(tmp_path: Path) -> None:
         assert len(made.run_uuid) == 32
 
 
+@pytest.mark.payload("F7")
 def test_another_schema_or_another_run_is_refused(tmp_path: Path) -> None:
     with open_root(str(tmp_path), run="r1", create=True) as store:
         create_run(store, "r1", ONE)
@@ -42,6 +43,7 @@ def test_an_illegal_run_id_is_refused_before_any_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"run_uuid": "short"}, {"run": "A"}, {"more": 1}])
+@pytest.mark.fault(66)
 def test_a_file_of_another_form_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     with open_root(str(tmp_path), run="r1", create=True) as store:
         create_run(store, "r1", ONE)

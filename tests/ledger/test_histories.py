@@ -40,6 +40,7 @@ def test_the_fold_does_not_depend_on_the_order_of_journals(seed: int) -> None:
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+@pytest.mark.payload("F14")
 def test_clocks_change_nothing() -> None:
     """``ms`` is in no fact of the fold: records of any time give the same conclusion (a clock that jumps a day, each node its own)."""
     world, rng = world_of(7, 600), random.Random(1)

@@ -64,6 +64,7 @@ def test_a_step_of_8192_objects_from_256_producers_fits_its_parts() -> None:
         f"0-{IDS_RECORD_MAX}",
     ],
 )
+@pytest.mark.fault(58)
 def test_ranges_outside_the_grammar_or_above_the_limit_are_refused(text: str) -> None:
     with pytest.raises(JournalCorrupt):
         unpack_seqs(text)
@@ -80,6 +81,7 @@ def test_a_producer_outside_the_grammar_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", f"{A}", f"{A}/", f"{A}/01", f"{A}/-1", f"{A}/1/2", f"{A}/99999999999", "env.A.0/1", f"{A}/1\n"])
+@pytest.mark.fault(54)
 def test_an_id_outside_the_grammar_is_refused(text: str) -> None:
     with pytest.raises(BadRef):
         split(text)

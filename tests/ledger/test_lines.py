@@ -86,11 +86,13 @@ def test_a_bad_line_that_valid_ones_follow_is_corruption(at: int) -> None:
         b"[" * 2000,
     ],
 )
+@pytest.mark.fault(58)
 def test_a_record_outside_the_grammar_is_refused_although_its_checksum_is_right(body: bytes) -> None:
     with pytest.raises(JournalCorrupt):
         read(LINES[0] + sealed(body))
 
 
+@pytest.mark.fault(58)
 def test_a_line_above_the_limit_is_never_buffered() -> None:
     reader, chunk = LineReader(), b"x" * (1 << 20)
     read(LINES[0], reader)
@@ -124,6 +126,7 @@ def test_a_value_that_a_reader_would_refuse_is_not_written() -> None:
         Keep(1, 0, 0, 7, 10, 1).check()
 
 
+@pytest.mark.fault(58)
 def test_a_range_bomb_is_refused_before_it_is_expanded() -> None:
     fold = JournalFold(INC)
     fold.feed(0, OPEN)
@@ -169,6 +172,7 @@ def test_a_journal_starts_with_open_and_ends_with_close() -> None:
         feed(OPEN, Close(1), Keep(2, 0, 100, 7, 10, 3))
 
 
+@pytest.mark.fault(66)
 def test_a_journal_of_a_newer_format_is_refused_with_both_versions() -> None:
     with pytest.raises(JournalCorrupt, match="format 2, this version reads up to 1"):
         feed(Open(1, 2, "0" * 32, INC, "h", "b", 1, 1, "u", "l"))

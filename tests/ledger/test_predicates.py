@@ -242,6 +242,7 @@ def test_i7_fails_for_a_ship_of_what_was_not_taken() -> None:
     assert broken(e, o, present=ids(e, 0)) == {"I7"}
 
 
+@pytest.mark.payload("F24")
 def test_i7_fails_for_an_id_in_two_steps() -> None:
     e, o = env(), orc()
     e.keep(0)

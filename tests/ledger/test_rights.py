@@ -64,6 +64,7 @@ def test_the_memory_for_replies_is_bounded() -> None:
     assert rights.nack("q0") == []
 
 
+@pytest.mark.payload("F10")
 def test_an_object_is_kept_once_and_only_with_a_minted_number() -> None:
     rights = kept(count=1)
     for seq in (0, 5, -1):
@@ -132,6 +133,7 @@ def test_a_drop_of_what_was_never_taken_or_was_shipped_drops_nothing() -> None:
     assert list(rights.held) == ids(0)
 
 
+@pytest.mark.payload("F24")
 def test_a_ship_moves_all_or_nothing() -> None:
     rights = ConsumerRights("orc.main.0000000000000001")
     rights.take(dict.fromkeys(ids(0, 1), 10))

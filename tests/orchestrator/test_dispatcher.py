@@ -70,6 +70,7 @@ def test_a_group_whose_replica_dies_every_time_is_dropped_and_another_takes_its_
     assert world.ends() == {"drop:group_dropped": 1, "drop:shutdown": 2}
 
 
+@pytest.mark.payload("F19")
 def test_an_episode_over_its_deadline_drops_its_group(world: Any) -> None:
     cancelled: list[int] = []
 
@@ -120,6 +121,7 @@ def test_members_of_a_dropped_group_are_cancelled(world: Any) -> None:
     assert sorted(cancelled) == [0, 1, 2]
 
 
+@pytest.mark.payload("F9")
 def test_an_episode_that_comes_back_after_its_group_was_dropped_is_late(world: Any) -> None:
     async def script(number: int, task: Any) -> Any:
         if number == 0:  # its reply was on the way when it was cancelled

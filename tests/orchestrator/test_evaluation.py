@@ -21,6 +21,7 @@ def evaluated(world: Any, *, episodes: int, deadline_s: float = 60) -> dict[str,
     return asyncio.run(work())
 
 
+@pytest.mark.payload("F18")
 def test_every_eval_episode_is_taken_and_dropped(world: Any) -> None:
     tally = evaluated(world, episodes=4)["math"]
     assert (tally.rewards.count(1.0), tally.rewards.count(0.0), tally.episodes, tally.failed) == (2, 2, 4, 0)

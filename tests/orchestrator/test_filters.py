@@ -108,6 +108,7 @@ def test_a_branch_that_does_not_train_needs_no_fields(make: Any, schema: Schema)
     assert reasons(select([make.sample("a/0", ref=None, trained=[])], schema, RULES, step=0)) == {"a/0": "untrained"}
 
 
+@pytest.mark.payload("F5")
 def test_two_samples_of_one_object_are_refused(make: Any, schema: Schema) -> None:
     ref = make.ref([5, 6, 7, 8])
     with pytest.raises(PayloadError, match="samples a/0 and b/0 both name the object"):

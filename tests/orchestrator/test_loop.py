@@ -138,6 +138,7 @@ def test_without_the_weights_that_a_step_needs_the_run_ends(world: Any) -> None:
     assert world.ends() == {"ship:0": 4}
 
 
+@pytest.mark.payload("F4")
 def test_every_way_not_to_train_has_its_reason(world: Any) -> None:
     async def script(number: int, task: Any) -> Any:
         if number in {0, 1}:  # equal rewards
@@ -242,6 +243,7 @@ def test_tokens_that_differ_from_the_stored_ones_end_the_run(world: Any) -> None
     assert world.ends() == {"drop:shutdown": 4}
 
 
+@pytest.mark.payload("F5")
 def test_branches_of_an_episode_are_samples_with_an_object_each(world: Any) -> None:
     async def script(number: int, task: Any) -> Any:
         return world.episode(number, task, branches=2)
@@ -350,6 +352,7 @@ def test_the_event_of_a_step_has_what_the_live_table_shows(world: Any) -> None:
     assert msgspec.json.encode(metrics)
 
 
+@pytest.mark.payload("F4")
 def test_a_run_whose_steps_were_trained_is_proved_at_its_close(world: Any) -> None:
     async def script(number: int, task: Any) -> Any:
         return world.episode(number, task, ok=number != 5)

@@ -1,5 +1,7 @@
 """What was put comes back, exactly and only."""
 
+import gc
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -137,6 +139,7 @@ def flip(store: Store, ref: PayloadRef, offset: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec(), Codec(name="none")], ids=lambda c: c.name)
+@pytest.mark.payload("F13")
 def test_a_flipped_bit_in_any_chunk_is_found(store: Store, codec: Codec) -> None:
     run_schema = schema(codec=codec)
     ref = put(store, run_schema, payload(np.random.default_rng(6), run_schema, 300))
@@ -247,3 +250,39 @@ def test_arrays_that_do_not_fit_the_schema_leave_no_object(store: Store) -> None
             writer.put(Payload(good.token_ids, fields))  # type: ignore[arg-type]
     assert numbers.kept == []
     assert list(store.list("obj")) == []
+
+
+@pytest.mark.payload("F2")
+def test_a_reader_keeps_nothing_of_what_it_has_read(store: Store) -> None:
+    run_schema = schema()
+    writer = Writer(store, run_schema, Numbers())
+    refs = [writer.put(payload(np.random.default_rng(n), run_schema, 60)) for n in range(20)]
+    with Reader(store, run_schema, threads=1) as reader:
+
+        def read_all() -> int:
+            for ref in refs:
+                reader.read(ref)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        first = read_all()
+        sizes = [read_all() for _ in range(10)]
+        tracemalloc.stop()
+    assert max(sizes) < first + (64 << 10)
+
+
+@pytest.mark.payload("F23")
+def test_two_consumers_may_read_a_payload_or_ignore_it(store: Store) -> None:
+    """Reading takes no right and leaves no trace: who ignores an array leaks nothing, and removal is the holder's alone."""
+    run_schema = schema()
+    ref = Writer(store, run_schema, Numbers()).put(payload(np.random.default_rng(3), run_schema, 60))
+    before = sorted(store.list("obj"))
+    with Reader(store, run_schema) as one, Reader(store, run_schema) as other:
+        assert set(one.read(ref, fields=["routed_experts"])) == {"routed_experts"}
+        assert set(other.read(ref)) == set(run_schema_names(run_schema))
+    assert sorted(store.list("obj")) == before
+
+
+def run_schema_names(run_schema: Schema) -> list[str]:
+    return [f.name for f in run_schema.fields]

@@ -22,6 +22,7 @@ from tests.reaper.stage import RUN, Stage
 
 
 @pytest.mark.fault(1, 2, 3, 22)
+@pytest.mark.payload("F3")
 def test_a_dead_replica_is_adopted_and_the_run_ends_proved(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     taken = stage.reply(env, orc)
@@ -152,6 +153,8 @@ def test_an_adopter_that_dies_after_its_marker_is_inherited(stage: Stage) -> Non
     assert close_run(stage.store, stage.ledger, run=stage.run).verdict is Verdict.PROVED
 
 
+@pytest.mark.payload("F6")
+@pytest.mark.payload("F17")
 def test_closing_a_run_that_everybody_left_by_a_crash_proves_it(stage: Stage) -> None:
     env, orc, trn = stage.env(), stage.orc(), stage.trn()
     trn.taken(stage.ship(orc, 0, stage.reply(env, orc, 2)))
@@ -177,6 +180,7 @@ def test_a_live_process_keeps_recovery_away_and_is_named(stage: Stage) -> None:
         assert stage.audit().violations == ()
 
 
+@pytest.mark.payload("F16")
 def test_recovery_for_a_resume_parks_later_steps_only_where_asked(tmp_path: Path) -> None:
     for replay, parked in (("keep", 2), ("drop", 0)):
         stage = Stage(tmp_path / replay)

@@ -115,6 +115,7 @@ def test_a_ship_is_durable_on_return(stage: Stage, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.fault(25)
+@pytest.mark.payload("F11")
 def test_strict_mode_raises_on_a_second_drop_and_the_default_counts_it(tmp_path: Path) -> None:
     for strict in (False, True):
         stage = Stage(tmp_path / str(strict), strict=strict)
@@ -178,6 +179,7 @@ def test_an_evaluation_removes_all_that_it_took(stage: Stage) -> None:
     assert (found.verdict, found.totals.dropped_by) == (Verdict.PROVED, {"eval": 3})
 
 
+@pytest.mark.payload("F1")
 def test_a_removal_that_fails_is_tried_again_and_counted(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.reply(env, orc, 3)
@@ -192,6 +194,8 @@ def test_a_removal_that_fails_is_tried_again_and_counted(stage: Stage) -> None:
 
 
 @pytest.mark.fault(63)
+@pytest.mark.payload("F1")
+@pytest.mark.payload("F20")
 def test_removals_beyond_the_deadline_stay_pending_and_are_named(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     found = stage.reply(env, orc)
@@ -263,6 +267,7 @@ def test_a_poisoned_journal_stops_keeping_and_removing(stage: Stage) -> None:
 
 
 @pytest.mark.fault(60)
+@pytest.mark.payload("F7")
 def test_a_second_orchestrator_of_a_live_run_is_refused(stage: Stage) -> None:
     with stage.orc() as orc:
         with pytest.raises(RunBusy, match=orc.inc):
@@ -278,6 +283,8 @@ def test_a_second_trainer_of_a_live_run_is_refused(stage: Stage) -> None:
 
 
 @pytest.mark.fault(28)
+@pytest.mark.payload("F15")
+@pytest.mark.payload("F16")
 def test_a_restarted_trainer_replays_what_was_not_released_and_is_told_what_was(stage: Stage) -> None:
     env, orc, first = stage.env(), stage.orc(), stage.trn()
     for step in range(3):
@@ -331,6 +338,7 @@ def test_what_no_rank_could_fetch_is_removed_as_such(stage: Stage) -> None:
     assert stage.audit().totals.dropped_by == {"trained": 2, "fetch_failed": 1}
 
 
+@pytest.mark.payload("F10")
 def test_a_rotated_worker_goes_on_under_a_new_name(stage: Stage) -> None:
     env, orc = stage.env(), stage.orc()
     old = env.inc

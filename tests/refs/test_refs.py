@@ -106,6 +106,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("object_id", HOSTILE)
+@pytest.mark.fault(54)
 def test_a_hostile_object_id_is_refused_before_any_io(object_id: str) -> None:
     with pytest.raises(BadRef):
         split_object_id(object_id)

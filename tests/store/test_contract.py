@@ -67,6 +67,7 @@ def test_a_read_beyond_the_end_is_corruption_not_a_short_result(store: Store) ->
                 file.read_into(start, np.empty(size, np.uint8))
 
 
+@pytest.mark.payload("F8")
 def test_names_are_insert_only_and_control_files_can_be_replaced(store: Store) -> None:
     store.put("a/b", [b"1"])
     with pytest.raises(ObjectExists):
@@ -83,6 +84,7 @@ def test_a_missing_object_is_missing(store: Store) -> None:
             store.open(name)
 
 
+@pytest.mark.payload("F11")
 def test_each_removal_has_its_own_outcome(store: Store) -> None:
     store.put("obj/a/1", [b"1"])
     store.put("obj/a/2", [b"2"])
@@ -112,6 +114,7 @@ ILLEGAL = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/./b", "a\x00b", "a\nb
     "ü", "a/" + "b" * 300, "%2e%2e/x", "a b"]  # fmt: skip
 
 
+@pytest.mark.fault(54)
 def test_an_illegal_name_is_refused_before_any_io(store: Store) -> None:
     for name in ILLEGAL:
         calls = (
@@ -198,6 +201,7 @@ def test_many_objects_are_listed_and_removed(store: Store) -> None:
     assert list(store.list("obj")) == []
 
 
+@pytest.mark.payload("F21")
 def test_the_posix_store_leaves_no_staging_file_when_publishing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

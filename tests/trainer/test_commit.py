@@ -54,6 +54,7 @@ def committer(run: SmallRun, ledger: Recorded, *, store: Store | None = None, po
     return made
 
 
+@pytest.mark.payload("F12")
 def test_the_drop_is_recorded_while_everything_is_present_and_done_when_nothing_is(small: SmallRun) -> None:
     ledger = Recorded(small)
     with committer(small, ledger) as commit:

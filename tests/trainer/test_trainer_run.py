@@ -83,6 +83,7 @@ def test_without_replay_rows_route_differently_and_are_counted(small: SmallRun) 
 @pytest.mark.parametrize(
     ("commit", "left_after_step_1"), [("fetched", set()), ("checkpoint", {0, 1}), ("keep_last", {0, 1}), ("keep_last_1", {1})]
 )
+@pytest.mark.payload("F12")
 def test_each_policy_removes_a_steps_arrays_at_its_own_time(small: SmallRun, commit: str, left_after_step_1: set[int]) -> None:
     """The third step is missing, so the trainer gives up with the policy's state on disk."""
     for step in range(2):
@@ -94,6 +95,7 @@ def test_each_policy_removes_a_steps_arrays_at_its_own_time(small: SmallRun, com
     assert small.present() == expected
 
 
+@pytest.mark.payload("F15")
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     runs = []
     for name in ("whole", "parts"):
@@ -126,6 +128,7 @@ def test_a_resumed_run_also_removes_what_the_one_before_it_left(small: SmallRun,
 
 
 @pytest.mark.fault(28)
+@pytest.mark.payload("F16")
 def test_a_step_that_was_released_is_refused_and_the_message_names_the_checkpoint(small: SmallRun) -> None:
     small.publish_step(0)
     main(small.config(steps=1), place=ALONE)
