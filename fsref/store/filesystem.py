@@ -33,6 +33,7 @@ from fsref.store.base import Buffer, Deletion, Durability, Entry, ObjectFile, St
 from fsref.store.bulkdelete import BULK_MAX, remove_in_bulk
 from fsref.store.credentials import Credentials
 from fsref.store.retry import Retries
+from fsref.store.s3client import check_profile
 from fsref.store.s3errors import exists, from_botocore
 
 _ATOMIC_PUT: Final = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
@@ -281,8 +282,10 @@ class FilesystemStore(Store):
         asked = f"asking whether the bucket of {self.url} keeps versions"
         try:
             reply = self._again(lambda: self._fs.call_s3("get_bucket_versioning", Bucket=bucket), asked)
-        except StoreDenied:
-            self.versioning = "unknown"
+        except StoreDenied as e:
+            if "AccessDenied" not in str(e):
+                raise
+            self.versioning = "unknown"  # least privilege: the key may not ask
             return
         status = reply.get("Status", "")
         self.versioning = "on" if status == "Enabled" else "suspended" if status == "Suspended" else "off"
@@ -301,6 +304,7 @@ def s3_options(settings: StoreSection, credentials: Credentials | None) -> dict[
         raise MissingExtra.of("s3", "s3fs") from None
     if settings.credentials_file:
         session.set_config_variable("credentials_file", str(Path(settings.credentials_file).expanduser()))
+    check_profile(session, settings)
     addressing = settings.addressing if settings.addressing != "auto" else ("path" if settings.endpoint else "auto")
     config: dict[str, Any] = {
         "connect_timeout": settings.connect_s,
@@ -333,6 +337,4 @@ def _shown(url: str) -> str:
     head, sep, rest = url.partition("://")
     if not sep:
         return url
-    rest = rest.split("?", 1)[0]
-    host, slash, tail = rest.partition("/")
-    return f"{head}://{host.rpartition('@')[2]}{slash}{tail}"
+    return f"{head}://{rest.rpartition('@')[2].partition('?')[0]}"

@@ -8,6 +8,7 @@ success. A body that breaks off or stands still is continued where it ended. Buc
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -35,6 +36,7 @@ PUT_BYTES_MAX: Final = 5 << 30
 """S3's limit for a single PUT."""
 STREAM_BYTES: Final = 4 << 20
 """Bytes of a body that are handed over at a time: what at most is asked for again when it breaks off."""
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", re.ASCII)
 T = TypeVar("T")
 
 
@@ -70,8 +72,9 @@ class ObjectStorageStore(Store):
     def __init__(self, url: str, *, settings: StoreSection, credentials: Credentials | None = None) -> None:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
-        if scheme != "s3" or not bucket or "@" in bucket or "?" in url:
-            raise ConfigError(f"an object storage root is s3://bucket/prefix, not {url.rpartition('@')[2].partition('?')[0]!r}")
+        if scheme != "s3" or not _BUCKET.fullmatch(bucket) or "@" in url or "?" in url:
+            shown = repr(url) if "@" not in url and "?" not in url else "a URL with credentials or a query (not shown)"
+            raise ConfigError(f"an object storage root is s3://bucket/prefix, not {shown}")
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._settings = settings
         self._retries = Retries(retries_max=settings.retries_max, retry_s=settings.retry_s)

@@ -137,7 +137,14 @@ def _session(settings: StoreSection) -> Any:
     session.register_component("data_loader", _loader())
     if settings.credentials_file:
         session.set_config_variable("credentials_file", str(Path(settings.credentials_file).expanduser()))
+    check_profile(session, settings)
     return session
+
+
+def check_profile(session: Any, settings: StoreSection) -> None:
+    """Raises ``ConfigError`` for a profile that no file has: other keys must not be used in its place."""
+    if settings.profile and settings.profile not in session.available_profiles:
+        raise ConfigError(f"store.profile {settings.profile!r} is in neither the AWS config file nor the credentials file")
 
 
 def _keys(session: Any, credentials: Credentials | None, asked: str) -> _Keys:

@@ -43,12 +43,14 @@ def merged(found: Capture, ids: list[int], sampled: list[int]) -> tuple[Dense, R
     return dense, ragged
 
 
+@pytest.mark.payload("A1")
 def test_the_last_token_has_no_row() -> None:
     dense, _ = merged(capture(turn([1, 2], [3, 4])), [1, 2, 3, 4], [2, 3])
     assert dense.rows[:3, 0, 0].tolist() == [1, 2, 3]
     assert dense.missing == (TokenRange(3, 4),)
 
 
+@pytest.mark.payload("A3")
 def test_the_next_turn_fills_the_last_row_of_the_one_before() -> None:
     found = capture(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6], start=3, values=[14, 15]))
     dense, _ = merged(found, [1, 2, 3, 4, 5, 6], [2, 3, 5])
@@ -56,12 +58,14 @@ def test_the_next_turn_fills_the_last_row_of_the_one_before() -> None:
     assert dense.missing == (TokenRange(5, 6),)
 
 
+@pytest.mark.payload("A4", "A8")
 def test_a_turn_that_starts_behind_the_end_leaves_a_hole() -> None:
     found = capture(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6], start=4))
     dense, _ = merged(found, [1, 2, 3, 4, 5, 6], [2, 3, 5])
     assert dense.missing == (TokenRange(3, 4), TokenRange(5, 6))
 
 
+@pytest.mark.payload("A5")
 def test_of_two_real_rows_the_earlier_stays_and_the_difference_is_counted() -> None:
     found = capture(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6], start=1, values=[2, 33, 14, 15]))
     dense, _ = merged(found, [1, 2, 3, 4, 5, 6], [2, 3, 5])
@@ -69,6 +73,7 @@ def test_of_two_real_rows_the_earlier_stays_and_the_difference_is_counted() -> N
     assert found.conflicts == 1
 
 
+@pytest.mark.payload("D11")
 def test_a_reply_that_repeats_the_whole_context_is_held_once() -> None:
     one = capture(turn([1, 2], [3, 4], mask=False))
     low = one.nbytes
@@ -84,6 +89,38 @@ def test_a_fork_takes_rows_of_the_shared_part_from_the_turn_that_has_them() -> N
     assert ragged.columns["ids"].tolist() == [3, 4, 4, 5, 8, 9]
     assert ragged.counts.tolist() == [0, 0, 2, 2, 0, 2]
     assert ragged.missing == ()
+
+
+@pytest.mark.payload("A6")
+def test_a_generation_that_was_aborted_and_resumed_keeps_the_rows_of_its_first_weights() -> None:
+    """Three tokens of prompt and two sampled before the abort; the engine sends all rows again with three more tokens."""
+    found = capture(turn([1, 2, 3], [4, 5]), turn([1, 2, 3, 4, 5], [6, 7, 8], values=[91, 92, 93, 94, 15, 16, 17]))
+    dense, ragged = merged(found, [1, 2, 3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7])
+    assert dense.rows[:7, 0, 0].tolist() == [1, 2, 3, 4, 15, 16, 17]
+    assert dense.missing == (TokenRange(7, 8),)
+    assert ragged.counts.tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
+    assert found.conflicts == 4
+
+
+@pytest.mark.payload("A7")
+def test_a_resume_that_samples_nothing_changes_nothing() -> None:
+    found = capture(turn([1, 2, 3], [4, 5]), turn([1, 2, 3, 4, 5], [], values=[1, 2, 3, 4]))
+    dense, ragged = merged(found, [1, 2, 3, 4, 5], [3, 4])
+    assert dense.rows[:4, 0, 0].tolist() == [1, 2, 3, 4]
+    assert dense.missing == (TokenRange(4, 5),)
+    assert ragged.counts.tolist() == [0, 0, 0, 2, 2]
+    assert found.conflicts == 0
+
+
+@pytest.mark.payload("A16")
+def test_a_turn_without_arrays_leaves_a_hole_and_the_other_turns_stay() -> None:
+    bare = turn_arrays(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[6], dense={}, ragged={})
+    found = capture(turn([1, 2], [3, 4]), bare, turn([1, 2, 3, 4, 5, 6, 7], [8], start=5))
+    dense, ragged = merged(found, [1, 2, 3, 4, 5, 6, 7, 8], [2, 3, 5, 7])
+    assert dense.rows[[0, 1, 2, 5, 6], 0, 0].tolist() == [1, 2, 3, 6, 7]
+    assert dense.missing == (TokenRange(3, 5), TokenRange(7, 8))
+    assert ragged.counts.tolist() == [0, 0, 2, 2, 0, 0, 0, 2]
+    assert ragged.missing == (TokenRange(5, 6),)
 
 
 def test_a_turn_of_another_branch_only_fills_rows_that_no_own_turn_has() -> None:
@@ -132,6 +169,7 @@ def test_a_branch_that_parts_before_the_reply_takes_no_more_than_the_shared_rows
     assert fields == {}, "no turn is wholly a part of the branch, so it has no arrays of its own"
 
 
+@pytest.mark.payload("G3")
 def test_rows_share_no_memory_with_the_reply() -> None:
     buffer = rows([1, 2, 3, 4, 5])
     found = capture(turn([1, 2], [3, 4]))

@@ -32,6 +32,7 @@ def test_a_branch_with_all_rows_but_the_last_is_complete() -> None:
     assert set(build(*WHOLE).fields) == {"routed_experts", "sampling_mask"}
 
 
+@pytest.mark.payload("A14", "G8")
 def test_a_field_that_is_not_there_names_the_branch_and_the_fix() -> None:
     with pytest.raises(MissingArrays, match=r"branch t/4: field 'sampling_mask' is in run.fields.*--return-sampling-mask"):
         build(turn([1, 2], [3, 4], mask=False), turn([1, 2, 3, 4, 5], [6], start=3, mask=False))
@@ -42,6 +43,7 @@ def test_a_hole_before_a_sampled_token_is_an_error_in_strict_runs() -> None:
         build(*HOLE)
 
 
+@pytest.mark.payload("A8")
 def test_a_hole_is_carried_as_coverage_in_fallback_runs() -> None:
     payload = build(*HOLE, missing="fallback")
     assert [(r.start, r.stop) for r in payload.fields["routed_experts"].missing] == [(3, 4), (5, 6)]

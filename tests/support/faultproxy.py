@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections import Counter
@@ -125,6 +126,8 @@ class FaultProxy:
     requests: list[Request] = field(default_factory=list)
     """Every request, broken or not, in order of arrival; bodies left out."""
     endpoint: str = ""
+    tls: ssl.SSLContext | None = None
+    """Serves https with this context; the server behind is still asked in plain."""
     broken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each request that a rule broke: tests wait on it instead of sleeping."""
 
@@ -135,6 +138,7 @@ class FaultProxy:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="fault-proxy", daemon=True)
         self._ready = threading.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     def add(self, action: Action, kind: str | None = None, **options: object) -> Rule:
         """Appends a rule; ``options`` are the fields of ``Rule``."""
@@ -189,8 +193,8 @@ class FaultProxy:
             self._loop.close()
 
     async def _main(self) -> None:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=HEAD_BYTES_MAX)
-        self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=HEAD_BYTES_MAX, ssl=self.tls)
+        self.endpoint = f"{'https' if self.tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._stop.wait()
         server.close()
@@ -198,9 +202,14 @@ class FaultProxy:
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(5):
+            await asyncio.sleep(0)  # transports say goodbye to their sockets in the loop's next rounds
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError, TimeoutError):
             while (request := await _read_request(reader, writer)) is not None:
                 with self._lock:
@@ -213,6 +222,7 @@ class FaultProxy:
                         self.broken.release()
                 if not goes_on:
                     break
+        self._writers.discard(writer)
         writer.close()
 
     async def _answer(self, request: Request, rule: Rule | None, writer: asyncio.StreamWriter) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -167,7 +168,9 @@ class Env(Actor):
     def fork_and_keep(self) -> str:
         """A child of this process goes on with the inherited holder; what it gets."""
         seq = self.holder.next_seq()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the deleter is a thread; the child ends at once
+            pid = os.fork()
         if pid == 0:
             try:
                 self.holder.keep(seq, byte_count=1, checksum=0, token_count=1, fields=1)

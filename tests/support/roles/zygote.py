@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from fsref import failpoints
@@ -17,6 +18,8 @@ from tests.support.roles import actors, wire
 def main(fd: int) -> None:
     """Serves until the test's end of the socket is closed."""
     control = socket.socket(fileno=fd)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a process that forks must have one"
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
         if not data:

@@ -22,6 +22,7 @@ class Zygote:
         ours.settimeout(DEADLINE_S)
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         env["FSREF_FAILPOINTS"] = "store.put.mid=sleep(0)"
+        env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who forks has no threads
         command = [sys.executable, "-W", "error", "-m", "tests.support.roles.zygote", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
         theirs.close()
