@@ -145,11 +145,12 @@ def purge(
 
 @app.command(rich_help_panel=LOOKING)
 def doctor(
-    root: Annotated[str, typer.Option("--root", help="Root to try: folder or URL.", show_default=True)] = "runs",
+    root: Annotated[str, typer.Option("--root", help="Root to try: folder or URL. Else the config's, else runs.", show_default=False)] = "",
+    config: Annotated[str, typer.Option("--config", help="Config whose root and [store] settings to try.", show_default=False)] = "",
     json: Json = False,
 ) -> None:
     """Check this machine: root, clock, packages, limits. One line for each check, exit code 1 if one fails."""
-    raise typer.Exit(body("fsref.cli.check")(root, json=json))
+    raise typer.Exit(body("fsref.cli.check")(root, config=config, json=json))
 
 
 @app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)

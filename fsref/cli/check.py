@@ -6,14 +6,16 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from fsref.config import Config, load
 from fsref.doctor import Check, examine, failed
 
 STYLES = {"ok": "green", "absent": "yellow", "failed": "bold red"}
 
 
-def main(root: str, *, json: bool) -> int:
-    """Returns 1 if a check failed."""
-    checks = examine(root)
+def main(root: str, *, json: bool, config: str = "") -> int:
+    """Tries ``root``, else the root of the config file, else ``runs``, with the config's ``[store]``. Returns 1 if a check failed."""
+    loaded = load(config) if config else Config()
+    checks = examine(root or loaded.run.root, settings=loaded.store)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode({"ok": not failed(checks), "checks": checks}), indent=1).decode() + "\n")
     else:

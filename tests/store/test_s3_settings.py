@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import json
 import ssl
 import uuid
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsref.cli import check
 from fsref.config import StoreSection
 from fsref.doctor import failed, root_checks
 from fsref.errors import ConfigError, FsrefError, MissingExtra
@@ -118,6 +120,16 @@ def test_the_doctor_tries_a_bucket_and_leaves_nothing(weed: S3Server) -> None:
     assert not failed(checks), checks
     assert "removal of 1000 at a time, versioning off" in checks[-1].detail
     assert weed.keys(where.removeprefix(f"s3://{BUCKET}/")) == []
+
+
+def test_the_doctors_command_takes_the_store_settings_of_a_config(
+    weed: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[run]\nroot = "{root()}"\n[store]\nendpoint = "{weed.endpoint}"\n')
+    check.main("", config=str(config), json=True)
+    said = {c["name"]: c["status"] for c in json.loads(capsys.readouterr().out)["checks"]}
+    assert said["root"] == said["delete"] == said["capabilities"] == "ok"
 
 
 def test_the_driver_is_what_the_config_says(moto: S3Server, tmp_path: Path) -> None:
