@@ -1,9 +1,12 @@
 """Small runs on disk, with objects, step files and a ledger, and processes that train them."""
 
+import dataclasses
+import hashlib
+import json
 import multiprocessing
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -201,8 +204,11 @@ class RankProcess:
         return self.process.exitcode
 
 
-def start_ranks(config: Config, fail: Mapping[int, str] | None = None) -> list[RankProcess]:
-    """One process per data rank, forked from a server that has torch and transformers loaded. ``fail``: rank to its failpoints."""
+def start_ranks(config: Config, fail: Mapping[int, str] | None = None, *, record: Path | None = None) -> list[RankProcess]:
+    """One process per data rank, forked from a server that has torch and transformers loaded.
+
+    ``fail``: rank to its failpoints. ``record``: a file to which each rank appends the digests of the tensors that it takes.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.trainer.armed", "tests.trainer.runs", "fsref.trainer.main"])
     with socket.socket() as probe:
@@ -213,7 +219,7 @@ def start_ranks(config: Config, fail: Mapping[int, str] | None = None) -> list[R
     for rank in range(world):
         parent, child = context.Pipe(duplex=False)
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = context.Process(target=_rank, args=(config, env, child, (fail or {}).get(rank, "")), daemon=True)
+        process = context.Process(target=_rank, args=(config, env, child, (fail or {}).get(rank, ""), record), daemon=True)
         process.start()
         child.close()
         out.append(RankProcess(process, parent))
@@ -224,14 +230,56 @@ def run_ranks(config: Config) -> list[str]:
     return [r.finish() for r in start_ranks(config)]
 
 
-def _rank(config: Config, env: dict[str, str], outcome: Any, rules: str) -> None:
+def _rank(config: Config, env: dict[str, str], outcome: Any, rules: str, record: Path | None) -> None:
     from fsref.trainer.main import main
     from tests.trainer.armed import arm
 
     arm(rules)
     os.environ.update(env)
+    if record is not None:
+        _record_tensors(record, int(env["RANK"]))
     try:
         main(config)
         outcome.send("ok")
     except FsrefError as e:
         outcome.send(f"{type(e).__name__}: {e}")
+
+
+def _record_tensors(record: Path, rank: int) -> None:
+    """Every step that the loader hands out leaves one line: rank, step, and a digest of all bytes of its tensors."""
+    from fsref.trainer.loader import StepLoader
+
+    inner = StepLoader.take
+
+    def take(self: StepLoader, rank_file: RankFile) -> Any:
+        taken = inner(self, rank_file)
+        total = hashlib.sha256()
+        for part in (p for t in taken for p in _bytes_of(t)):
+            total.update(part)
+        with record.open("a") as file:
+            file.write(json.dumps([rank, rank_file.step, total.hexdigest()]) + "\n")
+        return taken
+
+    setattr(StepLoader, "take", take)  # noqa: B010 - in a process of its own
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    elif dataclasses.is_dataclass(value):
+        yield type(value).__name__.encode()
+        for f in dataclasses.fields(value):
+            yield f.name.encode()
+            yield from _bytes_of(getattr(value, f.name))
+    elif isinstance(value, Mapping):
+        for name in sorted(value):
+            yield str(name).encode()
+            yield from _bytes_of(value[name])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _bytes_of(item)
+    else:
+        yield repr(value).encode()
