@@ -27,7 +27,12 @@ def audit_main(run: str, *, json: bool) -> int:
 
 def close_main(run: str, *, force_dead: Sequence[str], json: bool) -> int:
     """Removes what is left of a stopped run, then audits."""
-    return _judged(run, lambda place, store, info: close_run(store, place.ledger_dir, run=info, force_dead=force_dead), json=json)
+
+    def end(place: Place, store: Store, info: RunInfo) -> Audit:
+        with place.writable_ledger() as folder:
+            return close_run(store, folder, run=info, force_dead=force_dead)
+
+    return _judged(run, end, json=json)
 
 
 def recover_main(
@@ -43,16 +48,17 @@ def recover_main(
     """Settles what dead processes held, then audits."""
 
     def settle(place: Place, store: Store, info: RunInfo) -> Audit:
-        recover(
-            store,
-            place.ledger_dir,
-            run=info,
-            resume_step=resume_step,
-            replay="keep" if keep_steps else "drop",
-            force_dead=force_dead,
-            accept_corrupt=accept_corrupt,
-            remove_unexpected=remove_unexpected,
-        )
+        with place.writable_ledger() as folder:
+            recover(
+                store,
+                folder,
+                run=info,
+                resume_step=resume_step,
+                replay="keep" if keep_steps else "drop",
+                force_dead=force_dead,
+                accept_corrupt=accept_corrupt,
+                remove_unexpected=remove_unexpected,
+            )
         return _audit(place, store, info)
 
     return _judged(run, settle, json=json)

@@ -4,16 +4,20 @@ Owns the rules: an explicit name (folder, URL or id), else run.json in the worki
 guess further: no match lists the runs there are.
 """
 
+import contextlib
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from fsref import config as settings
 from fsref.errors import BadRef, ConfigError
+from fsref.journal import Ledger
+from fsref.journal.read import LedgerReader
 from fsref.refs import INCARNATION_PATTERN, RUN_PATTERN, check_run, split_object_id
-from fsref.store import Store, open_root
+from fsref.store import Store, open_root, posix_root
 
 RUNS: Final = "runs"
 LISTED_MAX: Final = 20
@@ -35,13 +39,18 @@ class Place:
     section: settings.StoreSection
 
     @property
-    def ledger_dir(self) -> Path:
-        """The folder of the journals; raises ``ConfigError`` if the run's folder is not known."""
-        if self.run_dir is None:
-            raise ConfigError(
-                f"the journals of {self.root}/{self.run} are in its run folder, which is not known here: name that folder instead"
-            )
-        return self.run_dir / "ledger"
+    def ledger_dir(self) -> Path | None:
+        """The folder of the journals; None where it is not known here. Then the root tells what was sealed of them."""
+        return self.run_dir / "ledger" if self.run_dir is not None else None
+
+    @contextlib.contextmanager
+    def writable_ledger(self) -> Iterator[Path]:
+        """A folder for the journal of a recovery: the run's, or where that is not known here one that is removed again."""
+        if self.ledger_dir is not None:
+            yield self.ledger_dir
+            return
+        with tempfile.TemporaryDirectory(prefix="fsref-ledger-") as folder:
+            yield Path(folder) / "ledger"
 
     def open(self) -> Store:
         """The run's store; close it."""
@@ -52,6 +61,9 @@ def find_run(name: str, *, here: Path) -> Place:
     """The run that ``name`` means, seen from the folder ``here``; empty: the one at hand. Raises ``ConfigError`` that lists the runs."""
     if "://" in name:
         root, _, run = name.rstrip("/").rpartition("/")
+        folder = posix_root(root)
+        if folder is not None:
+            return place_of(folder / _checked(run))
         return Place(root, _checked(run), None, settings.StoreSection())
     if name:
         for folder in (Path(name).expanduser(), here / name, here / RUNS / name):
@@ -151,8 +163,7 @@ def expand(what: str, place: Place, store: Store) -> str:
     assert match is not None
     label, seq = match.groups()
     known = {name.split("/")[1] for name in (e.name for e in store.list("obj"))}
-    if place.run_dir is not None:
-        known |= {p.stem for p in place.ledger_dir.glob("*.jnl")}
+    known |= LedgerReader(Ledger.of(store, place.ledger_dir)).names()
     found = sorted(inc for inc in known if inc.split(".")[:2] == ["env", label])
     if len(found) != 1:
         said = f"is not enough, several producers have it: {', '.join(found)}" if found else "is of no producer of this run"

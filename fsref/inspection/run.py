@@ -4,6 +4,8 @@ from collections import Counter
 
 from fsref.inspection.find import Place
 from fsref.inspection.records import RunReport, StepLine, codec_of, kind_of
+from fsref.journal.place import Ledger
+from fsref.journal.read import LedgerReader
 from fsref.journal.run import read_run
 from fsref.steps import published, read_info
 
@@ -15,7 +17,7 @@ def run_report(place: Place) -> RunReport:
         steps = [read_info(store, n) for n in published(store)]
         objects = [e.byte_count for e in store.list("obj") if e.name.endswith(".zip")]
         url = store.url
-    journals = [p.name for p in place.ledger_dir.glob("*.jnl")] if place.run_dir is not None else []
+        journals = LedgerReader(Ledger.of(store, place.ledger_dir)).names()
     return RunReport(
         run=info.run,
         run_uuid=info.run_uuid,

@@ -32,7 +32,7 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=True):
 def statuses(place: Place, store: Store, object_ids: Sequence[str]) -> dict[str, Status]:
     """The status of each object; one listing per producer and one pass over the journals. Raises ``StoreError``."""
     present = _present(store, object_ids)
-    known = history(store, place.ledger_dir, list(object_ids)) if place.run_dir is not None and place.ledger_dir.is_dir() else {}
+    known = history(store, place.ledger_dir, list(object_ids))
     return {i: _status(i, present.get(i), known.get(i)) for i in object_ids}
 
 

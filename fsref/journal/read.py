@@ -86,6 +86,10 @@ class LedgerReader:
             self._read(inc, found.segments.get(inc, []), listed=inc in files)
         return {inc: journal.end for inc, journal in self.journals.items()}
 
+    def names(self) -> set[str]:
+        """Every incarnation that has a journal, in the folder or in the root; nothing but listings is read."""
+        return self._list_folder() | set(self._list_root(PREFIX).segments)
+
     def refresh_all(self) -> dict[str, int]:
         """As ``refresh``, for decisions that need every journal. Raises ``StoreUnavailable`` if one may not have been seen."""
         ends = self.refresh()

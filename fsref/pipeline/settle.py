@@ -41,8 +41,11 @@ def declare_dead(config: Config, role: RoleCommand, pids: Sequence[int]) -> list
     ``pids`` are the processes that were waited for. Returns the incarnations. Raises ``StoreError``.
     """
     dead = [inc for inc, journal in _journals(config, role) if _left_open(journal, set(pids))]
-    for inc in dead:
-        write_dead(Ledger(ledger_dir(config)), inc, by="launcher", why=f"{role.command.name}: {len(pids)} processes were waited for")
+    if dead:
+        with open_root(config.run.root, run=config.run.id, settings=config.store) as store:
+            for inc in dead:
+                why = f"{role.command.name}: {len(pids)} processes were waited for"
+                write_dead(Ledger.of(store, ledger_dir(config)), inc, by="launcher", why=why)
     return dead
 
 

@@ -64,11 +64,18 @@ def test_a_run_folder_of_a_remote_root_says_where_the_run_is(tmp_path: Path) -> 
     assert found.ledger_dir == tmp_path / "ledger"
 
 
-def test_a_url_names_root_and_run_but_no_journals(tmp_path: Path) -> None:
+def test_a_url_of_an_object_store_names_no_folder_of_journals(tmp_path: Path) -> None:
     found = find_run("s3://bucket/x/r1/", here=tmp_path)
     assert (found.root, found.run, found.run_dir) == ("s3://bucket/x", "r1", None)
-    with pytest.raises(ConfigError, match="name that folder instead"):
-        _ = found.ledger_dir
+    assert found.ledger_dir is None
+    with found.writable_ledger() as folder:
+        assert folder.parent.is_dir()
+    assert not folder.parent.exists()
+
+
+def test_the_url_of_a_folder_is_that_folder(run: Run) -> None:
+    found = find_run(f"file://{run.folder}", here=run.root)
+    assert found.ledger_dir == run.folder / "ledger"
 
 
 def test_a_run_that_was_moved_is_read_where_it_is(run: Run) -> None:
