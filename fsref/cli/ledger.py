@@ -72,7 +72,8 @@ def purge_main(run: str, *, run_dir: bool, json: bool) -> int:
             same = place.run_dir is not None and store.posix_path == str(place.run_dir)
             if run_dir and place.run_dir is None:
                 raise ConfigError("the run's folder is not known here: name that folder instead of the root's URL")
-            done = purge(store, place.ledger_dir, run=read_for_purge(store), run_dir=place.run_dir if same or run_dir else None)
+            with place.writable_ledger() as folder:
+                done = purge(store, folder, run=read_for_purge(store), run_dir=place.run_dir if same or run_dir else None)
     except FsrefError as e:
         tell(e)
         return NO_VERDICT

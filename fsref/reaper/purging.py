@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from fsref.errors import LedgerError, RunBusy, StoreError
-from fsref.journal.file import Journal, as_store_error, now_ms
+from fsref.journal.file import Journal, as_store_error, make_folder, now_ms
 from fsref.journal.identity import mint, this_process
 from fsref.journal.markers import acquire_lock, release_lock
 from fsref.journal.place import Ledger
@@ -74,6 +74,7 @@ def purge(store: Store, ledger_dir: Path, *, run: RunInfo, run_dir: Path | None 
 
 def _begin(store: Store, ledger_dir: Path, run: RunInfo) -> None:
     """Nobody else is at the run, now and from now on: one recoverer's lock, all ended, ``run.json`` marked."""
+    make_folder(ledger_dir)
     ledger = Ledger.of(store, ledger_dir)
     with Journal(ledger, mint("rec", "purge"), run_uuid=run.run_uuid, why="purge") as journal:
         owner = acquire_lock(ledger, journal.inc)
