@@ -27,7 +27,7 @@ from tools.results import replace_section
 ROOT: Final = Path(__file__).resolve().parent.parent
 BLOCK_SEEDS: Final = 250
 MUTANT_SEEDS_MAX: Final = 5_000
-CAUGHT_ENOUGH: Final = 20
+CAUGHT_ENOUGH: Final = 10
 """Histories of a mutant are played until so many have noticed it."""
 
 
@@ -42,15 +42,17 @@ def play_block(first: int, count: int, mutant: str = "") -> dict[str, Any]:
     start = time.process_time()
     total: Counter[str] = Counter()
     verdicts: Counter[str] = Counter()
+    events: Counter[str] = Counter()
     bad = []
     for seed in range(first, first + count):
         found = play(seed, mutant=mutant)
         verdicts[found.verdict] += 1
+        events.update(found.events)
         total.update(ops=found.ops, crashes=found.crashes, objects=found.objects)
         if found.faults:
             bad.append({"seed": seed, "faults": found.faults[:3]})
     seconds = round(time.process_time() - start, 3)
-    return {"from": first, "count": count, "verdicts": dict(verdicts), **total, "bad": bad, "seconds": seconds}
+    return {"from": first, "count": count, "verdicts": dict(verdicts), **total, "events": dict(events), "bad": bad, "seconds": seconds}
 
 
 def play_seeds(first: int, count: int, *, jobs: int, mutant: str = "", known: Iterable[int] = ()) -> Iterator[dict[str, Any]]:
@@ -115,18 +117,23 @@ def table(args: argparse.Namespace) -> int:
     blocks = [b for b in _lines(args.table) if b["code"] == code]
     found = json.loads(args.mutants.read_text(encoding="utf-8"))["mutants"]
     verdicts: Counter[str] = Counter()
+    events: Counter[str] = Counter()
     for block in blocks:
         verdicts.update(block["verdicts"])
+        events.update(block["events"])
     totals = {name: sum(b[name] for b in blocks) for name in ("count", "ops", "crashes", "objects", "seconds")}
     bad = [v for b in blocks for v in b["bad"]]
     result = {"command": "python -m tools.simulate --seeds 200000 --out sim.jsonl --jobs 2", "code": code, **totals}
-    result |= {"seconds": round(totals["seconds"]), "verdicts": dict(verdicts), "violations": bad, "mutants": found}
+    result |= {"seconds": round(totals["seconds"]), "verdicts": dict(verdicts), "violations": bad}
+    result |= {"events": dict(events.most_common()), "mutants": found}
     (ROOT / "docs" / "results" / "simulation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = [
         f"`{result['command']}` (resumable; each history ends with faults off, recovery, audit and a reference model that saw everything):",
         f"{totals['count']:,} seeds, {totals['ops']:,} operations, {totals['crashes']:,} crashes, {totals['objects']:,} objects,",
         f"**{len(bad)} violations**, {totals['seconds']:,.0f} s of processor time. {verdicts['PROVED']:,} histories ended PROVED; in the",
         "others somebody outside removed objects, or a process lived on after it was declared dead, and the audit had to say exactly that.",
+        "",
+        f"What happened in them: {', '.join(f'{name} {n:,}' for name, n in sorted(events.items()))}.",
         "",
         "Each rule broken on purpose (`--mutants`), with the number of histories until the first one noticed, and how many noticed:",
         "",

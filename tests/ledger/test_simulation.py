@@ -4,6 +4,7 @@ More seeds, and the seeds that each broken rule took: ``python -m tools.simulate
 """
 
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Final
 
@@ -18,6 +19,14 @@ from tests.support.simulation.world import Scenario, World
 from tools.simulate import play_seeds
 
 SEEDS: Final = 5_000
+EVENTS: Final = (
+    "env killed", "orc killed", "trn killed", "rec killed", "power lost", "record torn by a full disk", "segment upload failed",
+    "reply lost", "reply doubled", "reply came twice", "reply of an adopted worker refused", "cancel sent", "cancel lost", "cancel doubled",
+    "worker adopted while the run goes on", "orchestrator succeeded another", "worker rotated", "removal failed", "removals redone",
+    "step trained", "step replayed", "earlier step inherited", "objects parked for replay", "released step refused", "padding dummy",
+    "commit by checkpoint", "commit by fetched", "commit by keep_last", "declared dead and alive", "zombie woke", "object stolen",
+)  # fmt: skip
+"""What the histories must contain."""
 POLICIES: Final = ("checkpoint", "fetched", "keep_last")
 
 
@@ -30,6 +39,8 @@ def test_five_thousand_random_histories_end_as_they_must() -> None:
     assert sum(b["verdicts"]["PROVED"] for b in blocks) > 0.8 * SEEDS, "the others have a zombie or a thief"
     assert sum(b["crashes"] for b in blocks) > 2 * SEEDS, "too few crashes to show anything"
     assert sum(b["objects"] for b in blocks) > 10 * SEEDS, "too few objects to show anything"
+    events = sum((Counter(b["events"]) for b in blocks), Counter[str]())
+    assert {name: events[name] for name in EVENTS if events[name] < SEEDS // 250} == {}, "hardly ever happened"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)

@@ -65,6 +65,7 @@ class Orchestrator(Process):
             return  # of an orchestrator before this one, or given up: the worker or an adopter settles it
         self.requests[request] = "taken"  # the single point at which it is decided
         yield FREE
+        self.world.events["reply came twice"] += state == "taken"
         late = state == "pending" and self.choose.chance(0.08)  # the task was cancelled while it decoded
         yield from self.take(request, found)
         if late:
@@ -73,6 +74,7 @@ class Orchestrator(Process):
     def take(self, request: str, found: tuple[str, ...]) -> Op:
         yield HELD
         self.check()
+        refused_before = self.rights.late_refused
         fresh = self.rights.take(dict.fromkeys(found, BYTES_OBJECT))
         if self.mutant("no_dedupe"):
             again = [o for o in found if o not in fresh and o not in self.rights.held and o.split("/")[0] not in self.adopting]
@@ -86,6 +88,7 @@ class Orchestrator(Process):
         if fresh:
             self.taken += len(fresh)
             self.write(Take(0, request, pack(fresh)))
+        self.world.events["reply of an adopted worker refused"] += self.rights.late_refused > refused_before
         yield FREE
 
     def cancel(self) -> Op:
@@ -131,6 +134,7 @@ class Orchestrator(Process):
         first = [i for i in ids if self.choose.chance(0.5)]
         rest = [i for i in ids if i not in first]
         dummies = self.choose.some(ids, 1) if self.choose.chance(0.3) else []
+        self.world.events["padding dummy"] += len(dummies)
         self.world.files[step] = Batch(step, (tuple(first), tuple(rest + dummies)), n, checksum, self.inc)
         yield FREE
 
@@ -162,6 +166,7 @@ class Orchestrator(Process):
         dropped = fold.drops.get(h, {})
         spoken_for = set(self.rights.took(h)) | self.foreign.get(h, set())
         found = settle(fold, listed, dropped=dropped, spoken_for=spoken_for, staged=self.world.staged(h))
+        self.world.events["worker adopted while the run goes on"] += 1
         self.rights.refuse(h)
         how = self.world.how(h)
         yield from self.append(*adopt_records(h, how=how, end=disk.end, settlement=found, ms=0))
@@ -191,6 +196,7 @@ class Orchestrator(Process):
                     self.foreign.setdefault(inc, set()).update(seqs)
         yield from self.append(*(Adopt(0, h, world.how(h), world.disks[h].end) for h in before))
         published = {(b.step, b.n, b.checksum) for b in world.files.values()}
+        self.world.events["orchestrator succeeded another"] += bool(before)
         plan = plan_succession(run, before, visible=published.__contains__)
         yield from self.drop(plan.recovered, "recovered")
         yield from self.drop(plan.orphans, "orphan")

@@ -77,6 +77,7 @@ class Trainer(Process):
                 yield from self.take(batch)
             except StepReleased:
                 break
+            self.world.events["earlier step inherited"] += 1
             found.insert(0, step)
         self.open = found
         if found and self.world.scenario.policy != "keep_last":
@@ -99,6 +100,7 @@ class Trainer(Process):
             if self.choose.chance(0.1):
                 yield from self.take(batch)  # the batch comes twice
         except StepReleased as e:
+            world.events["released step refused"] += 1
             if (policy == "checkpoint" or not batch.used) and not world.forced.intersection((batch.by, self.inc)):
                 world.reference.say(f"step {batch.step} cannot be trained, and no checkpoint covers it: {e}")
             self.next += 1
@@ -112,6 +114,7 @@ class Trainer(Process):
                 missing += [] if present else [object_id]
         yield HELD
         self.write(StepRecord(0, batch.step, "used", batch.n, batch.checksum, {"missing": pack(missing)} if missing else {}))
+        world.events["step replayed" if batch.used else "step trained"] += 1
         batch.used = True
         yield FREE
         self.open.append(batch.step)
@@ -140,6 +143,7 @@ class Trainer(Process):
                 yield FREE
             yield HELD
             self.check()
+            self.world.events[f"commit by {self.world.scenario.policy}"] += 1
             for a, b in self.rights.drop(lo, end):
                 yield HELD
                 self.write(Drop(0, "trained", steps=(a, b)))

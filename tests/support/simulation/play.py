@@ -1,6 +1,7 @@
 """One history from a seed, judged; and the mutants, each a rule of the protocol that is broken on purpose."""
 
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -63,6 +64,7 @@ class Outcome:
     ops: int = 0
     crashes: int = 0
     objects: int = 0
+    events: Counter[str] = field(default_factory=Counter)
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -119,7 +121,7 @@ def judge(world: World, seed: int) -> Outcome:
     t = audit.totals
     if audit.verdict is Verdict.PROVED and not t.kept + t.extra + t.unreceipted == t.dropped == t.done:
         faults.append(f"kept {t.kept} + found {t.extra} + unreceipted {t.unreceipted}, dropped {t.dropped}, done {t.done}")
-    return Outcome(seed, str(audit.verdict), faults, world.steps, world.crashes, len(reference.created))
+    return Outcome(seed, str(audit.verdict), faults, world.steps, world.crashes, len(reference.created), world.events)
 
 
 def _by_zombie(world: World, predicate: str, subject: str) -> bool:

@@ -66,6 +66,7 @@ class Process:
         if self.poisoned:
             raise JournalPoisoned(self.inc)
         if self.choose.chance(self.world.scenario.full_p) and not self.world.calm:
+            self.world.events["record torn by a full disk"] += 1
             self.disk.tear(record)
             self.poisoned = True
             raise JournalPoisoned(self.inc)
@@ -89,6 +90,7 @@ class Process:
                 if self.mutant("segment_gap"):
                     self.disk.skip_segment()
                     break
+                self.world.events["segment upload failed"] += 1
                 yield FREE
             self.disk.seal()
         yield FREE
@@ -158,6 +160,7 @@ class Process:
         """One DELETE: whether it found the object absent; None for a failure, after which it may have happened or not."""
         world = self.world
         if attempt < ATTEMPTS_MAX and world.faults and self.choose.chance(world.scenario.delete_fails_p):
+            world.events["removal failed"] += 1
             if self.choose.chance(0.5):
                 world.remove(object_id, by=self.inc)
             return None

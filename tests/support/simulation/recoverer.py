@@ -38,6 +38,8 @@ class Recoverer(Process):
             published = set(run.ships)
         sealed = [p for p in run.producers if run.adopted(p)]
         plan = plan_recovery(run, view, resume_step=self.resume_step, replay=self.replay, published=published, sealed=sealed)
+        world.events["objects parked for replay"] += len(plan.parked)
+        world.events["removals redone"] += len(plan.redo)
         to_adopt = [h for h in run.journals if h != self.inc and not run.adopted(h)]
         for h in to_adopt:
             yield FREE

@@ -4,6 +4,7 @@ Owns every choice of who goes next and what breaks when. What the processes do i
 product's audit and by the reference model.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -102,6 +103,8 @@ class World:
     lock_owner: str = ""
     crashes: int = 0
     recovery_ops: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    """What happened, by name: a simulation in which something never happens shows nothing about it."""
 
     def __post_init__(self) -> None:
         self.reference = Reference(self.needed)
@@ -181,11 +184,13 @@ class World:
         objects = [o for o in sorted(self.objects) if not (undecided and o in decisions)]
         if objects:
             object_id = self.choose.pick(objects)
+            self.events["object stolen"] += 1
             self.objects.discard(object_id)
             self.reference.strangers[object_id] = undecided
 
     def declare_dead(self, process: Process) -> None:
         """It is only slow, and wakes up later."""
+        self.events["declared dead and alive"] += 1
         process.paused = True
         self.forced.add(process.inc)
         self.reference.zombies.add(process.inc)
@@ -205,6 +210,7 @@ class World:
             self.lose_node(process.node, power=True)
 
     def kill(self, process: Process) -> None:
+        self.events[f"{process.role or 'audit'} killed"] += 1
         process.alive = False
         if process in self.processes and process.role:
             self.processes.remove(process)
@@ -213,6 +219,7 @@ class World:
         for process in [p for p in self.processes if p.node == node and p.inc not in self.forced]:
             self.kill(process)
         if power:
+            self.events["power lost"] += 1
             boot = self.boot(node)
             self.power[node] = self.power.get(node, 0) + 1
             for disk in self.disks.values():
@@ -264,6 +271,7 @@ class World:
         for process in self.processes:
             if process.paused and self.phase == "run" and self.choose.chance(0.05):
                 process.paused = False  # the zombie wakes up
+                self.events["zombie woke"] += 1
 
     def tend_recovery(self) -> None:
         if self.counted(Recoverer):
@@ -292,6 +300,7 @@ class World:
 
     def replace(self, worker: Process) -> None:
         """A worker that rotated goes on as another incarnation."""
+        self.events["worker rotated"] += 1
         if worker.inc not in self.forced and self.phase == "run" and not self.ending:
             self.processes.append(Worker(self, worker.label, worker.node))
 
@@ -351,6 +360,7 @@ class World:
             self.replies[message.request] = message.ids
         if lossy and not self.calm:
             copies = 0 if self.choose.chance(self.scenario.mail_lost_p) else 2 if self.choose.chance(self.scenario.mail_twice_p) else 1
+            self.events[f"{message.kind} {('lost', 'sent', 'doubled')[copies]}"] += 1
         self.mail.setdefault(to, []).extend([message] * copies)
 
     def receive(self, inc: str) -> Message | None:
