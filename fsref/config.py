@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from fsref.errors import ConfigError
-from fsref.refs import Codec, Field
+from fsref.refs import Codec, Field, Lints
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -47,6 +47,15 @@ class RunSection(Section, frozen=True, kw_only=True):
     replay: Literal["keep", "drop"] = "keep"
     """A run that is started again goes on from its newest checkpoint. ``keep``: the steps after it that were published are trained again
     from their arrays, byte for byte, and new ones follow. ``drop``: they are removed, and generated anew."""
+
+
+class PayloadSection(Section, frozen=True, kw_only=True):
+    """``[payload]``: how the arrays are checked and laid out."""
+
+    lints: Lints = Lints()
+    """See ``[payload.lints]``."""
+    layers_per_chunk: Natural = 0
+    """Splits routing chunks along the layer axis, so that a pipeline stage fetches its own layers only; 0 keeps all layers in one chunk."""
 
 
 class ModelSection(Section, frozen=True, kw_only=True):
@@ -331,6 +340,7 @@ class Config(Section, frozen=True, kw_only=True):
     ledger: LedgerSection = LedgerSection()
     launcher: LauncherSection = LauncherSection()
     codec: Codec = Codec()
+    payload: PayloadSection = PayloadSection()
     field: tuple[Field, ...] = ()
     """``[[field]]``: declarations of fields that this version does not know by name; list them in ``run.fields`` too."""
 

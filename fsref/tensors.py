@@ -8,12 +8,12 @@ Shape letters: T tokens of the packed micro batch, S sequences, N values of a ra
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.errors import MissingExtra, StepError
+from fsref.errors import MissingExtra, PayloadError, StepError
 from fsref.plan import ReadPlan
 from fsref.reader import DenseOut, Out, RaggedOut, values_max
 from fsref.refs import Field, Schema, TokenRange, flags_of
@@ -25,6 +25,8 @@ try:
 except ImportError as e:
     raise MissingExtra.of("torch", "torch") from e
 
+ExpertIds = Literal["int32", "int64", "bytes"]
+_LOGICAL: Final = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _WIDENED: Final = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64, "int16": torch.int32}
 """Storage dtypes that torch or NCCL cannot carry, and what they become."""
 
@@ -37,6 +39,14 @@ class DenseTensor:
     """[T, *row_shape]; expert ids as int32, other dtypes as stored (unsigned 16 to 64 bit widened), bfloat16 as itself. Writable."""
     valid: Tensor
     """bool [T]: False where the row is a filler."""
+    layer_ids: tuple[int, ...] = ()
+    """Global ids of the layer axis, in its order: what a trainer compares with the layers that consumed it. Empty without such an axis."""
+
+    def with_sentinel(self, sentinel: int = -1) -> Tensor:
+        """A copy of ``rows`` with ``sentinel`` in every filler; the dtype is signed already."""
+        out = self.rows.clone()
+        out[~self.valid] = sentinel
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +68,20 @@ class RaggedTensor:
         out = torch.zeros(len(self.counts) + 1, dtype=torch.int64)
         torch.cumsum(self.counts, 0, out=out[1:])
         return out
+
+    def rectangle(self, column: str, *, width: int, fill: float = 0) -> tuple[Tensor, Tensor]:
+        """One column as [T, width] with ``fill`` behind each row's values, and bool [T, width]: True where a value stands.
+
+        Raises ``PayloadError`` for a wider row.
+        """
+        most = int(self.counts.max()) if len(self.counts) else 0
+        if most > width:
+            raise PayloadError(f"a row has {most} values, which do not fit a width of {width}")
+        inside = torch.arange(width, device=self.counts.device) < self.counts[:, None]
+        values = self.columns[column]
+        out = torch.full((len(self.counts), width), fill, dtype=values.dtype, device=values.device)
+        out[inside] = values
+        return out, inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +164,8 @@ class Assembly:
     """The buffers of one micro batch: made before the fetch, handed to the reader as views, turned into tensors after it.
 
     ``plans[i]`` is the read plan of sequence i, None where it has no reference; ``missing[i]`` its missing ranges per field.
-    Fields that no sequence reads are absent from the result.
+    Fields that no sequence reads are absent from the result. ``layers``: the global layer ids that the plans were made with, None for all.
+    ``expert_ids``: the form of expert ids, as some collectives carry no 16-bit integers; ``bytes`` is a uint8 view of the stored ids.
     """
 
     def __init__(
@@ -150,8 +175,11 @@ class Assembly:
         *,
         plans: Sequence[ReadPlan | None],
         missing: Sequence[Mapping[str, Sequence[TokenRange]]],
+        layers: Sequence[int] | None = None,
+        expert_ids: ExpertIds = "int32",
     ) -> None:
         self._micro_batch, self._plans = micro_batch, plans
+        self._layers, self._expert_ids = layers, expert_ids
         self._tokens = micro_batch.token_count
         starts = np.cumsum([0, *(s.token_count for s in micro_batch.sequences)])
         held = {r.field.name for p in plans if p is not None for s in p.segments for r in s.fields}
@@ -186,12 +214,16 @@ class Assembly:
                 fields[name] = RaggedTensor(torch.from_numpy(buffers.rows), columns, valid, rows)
             else:
                 self._fill(buffers, name)
-                fields[name] = DenseTensor(_tensor(buffers.rows, buffers.spec), valid)
+                rows_T = _tensor(buffers.rows, buffers.spec, self._expert_ids)
+                fields[name] = DenseTensor(rows_T, valid, _layers_of(buffers.spec, self._layers))
         bytes_read = sum(p.byte_count for p in self._plans if p is not None)
         return PackedMicroBatch(**{**vars(packed), "fields": fields, "bytes_read": bytes_read})
 
     def _dense(self, spec: Field, starts: NDArray[np.int64]) -> _FieldBuffers:
-        rows = np.empty((self._tokens, *spec.row_shape), spec.dtype)
+        shape = spec.row_shape
+        if spec.layer_ids:
+            shape = (len(_layers_of(spec, self._layers)), *shape[1:])
+        rows = np.empty((self._tokens, *shape), spec.dtype)
         for number, plan in enumerate(self._plans):
             if plan is not None and _reads(plan, spec.name):
                 start = int(starts[number])
@@ -232,6 +264,10 @@ class Assembly:
             start = stop
 
 
+def _layers_of(spec: Field, layers: Sequence[int] | None) -> tuple[int, ...]:
+    return spec.layer_ids if layers is None or not spec.layer_ids else tuple(layers)
+
+
 def _reads(plan: ReadPlan, name: str) -> bool:
     return any(r.field.name == name for s in plan.segments for r in s.fields)
 
@@ -256,12 +292,13 @@ def _move_down(column: NDArray[Any], start: int, to: int, size: int) -> None:
         column[to + n : to + n + width] = column[start + n : start + n + width]
 
 
-def _tensor(array: NDArray[Any], spec: Field) -> Tensor:
-    if spec.logical_dtype == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+def _tensor(array: NDArray[Any], spec: Field, expert_ids: ExpertIds = "int32") -> Tensor:
+    if spec.logical_dtype:
+        bits = array.view(np.int16) if array.itemsize == 2 else array
+        return torch.from_numpy(bits).view(_LOGICAL[spec.logical_dtype])
     name = array.dtype.name
     if spec.expert_count:
-        return torch.from_numpy(array.astype(np.int32))
+        return torch.from_numpy(array.view(np.uint8) if expert_ids == "bytes" else array.astype(expert_ids))
     if name in _WIDENED:
         wide = _WIDENED[name]
         return torch.from_numpy(array.astype(np.int32 if wide is torch.int32 else np.int64))

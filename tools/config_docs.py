@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from fsref import config
-from fsref.refs import schema
+from fsref.refs import lints, schema
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "configuration.md"
@@ -34,7 +34,7 @@ This page is made by `tools/config_docs.py` from `fsref/config.py`.
 def docstrings() -> dict[tuple[str, str], str]:
     """The string under each field, by class and field name."""
     out: dict[tuple[str, str], str] = {}
-    for module in (config, schema):
+    for module in (config, schema, lints):
         assert module.__file__ is not None
         for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):

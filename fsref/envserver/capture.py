@@ -49,7 +49,7 @@ class TurnArrays:
     def nbytes(self) -> int:
         """Bytes that it holds."""
         rows = sum(r.nbytes for _, r in self.dense.values())
-        return rows + self.token_ids.nbytes + sum(r.counts.nbytes + sum(c.nbytes for c in r.columns.values()) for r in self.ragged.values())
+        return rows + self.token_ids.nbytes + sum(map(_ragged_nbytes, self.ragged.values()))
 
     def shared(self, token_ids: NDArray[np.int32]) -> int:
         """How many leading tokens of ``token_ids`` [T] are this turn's; 0 if they differ before ``base``."""
@@ -58,6 +58,10 @@ class TurnArrays:
         count = min(len(token_ids) - self.base, len(self.token_ids))
         differ = token_ids[self.base : self.base + count] != self.token_ids[:count]
         return self.base + (int(np.argmax(differ)) if differ.any() else count)
+
+
+def _ragged_nbytes(rows: Ragged) -> int:
+    return rows.counts.nbytes + sum(c.nbytes for c in (*rows.columns.values(), *rows.row_columns.values()))
 
 
 def turn_arrays(
@@ -187,13 +191,16 @@ def _merge_ragged(pieces: Sequence[tuple[int, Ragged]], sampled: NDArray[np.bool
         taken.append((start + np.flatnonzero(take), rows, take))
     offsets = np.cumsum(counts) - counts
     columns = {name: np.zeros(int(counts.sum()), values.dtype) for name, values in pieces[0][1].columns.items()}
+    row_columns = {name: np.zeros(len(sampled), values.dtype) for name, values in pieces[0][1].row_columns.items()}
     for positions, rows, take in taken:
+        for name, values in row_columns.items():
+            values[positions] = rows.row_columns[name][take]
         kept = counts[positions]
         within = np.arange(int(kept.sum())) - np.repeat(np.cumsum(kept) - kept, kept)
         to = np.repeat(offsets[positions], kept) + within
         for name, values in rows.columns.items():
             columns[name][to] = values[np.repeat(take, rows.counts)]
-    return Ragged(counts, columns, ranges_where(sampled & ~known))
+    return Ragged(counts, columns, ranges_where(sampled & ~known), row_columns)
 
 
 def _trim(turn: TurnArrays, earlier: Sequence[TurnArrays]) -> tuple[TurnArrays, int]:

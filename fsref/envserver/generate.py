@@ -23,7 +23,7 @@ from verifiers.v1.clients.client import SESSION_ID_HEADER
 
 from fsref.envserver.capture import Capture, Rows, turn_arrays
 from fsref.errors import ConfigError, WireError
-from fsref.refs import Alignment, Field, Ragged, Schema
+from fsref.refs import Alignment, Field, Lints, Ragged, Schema
 from fsref.wire.logprobs import check_sampled, decode_logprobs, decode_top_logprobs
 from fsref.wire.masks import check_mask, decode_sampling_mask
 from fsref.wire.modelconfig import ModelShape
@@ -49,6 +49,9 @@ def open_fields(schema: Schema) -> tuple[Field, ...]:
     return found
 
 
+_LINTS: Final = Lints()
+
+
 @dataclass(frozen=True)
 class Adapter:
     """What every patched call shares."""
@@ -60,6 +63,8 @@ class Adapter:
     """Checks sizes and ids of routing; ``None`` takes them as they are."""
     open_fields: Sequence[Field] = ()
     """Declared fields that engines send under their own name."""
+    lints: Lints = _LINTS
+    """What is refused at once; what only warns is counted when the arrays are put."""
 
     def install(self) -> Callable[[], None]:
         """Replaces ``renderers.client.generate``, which verifiers imports at each call; returns the undo."""
@@ -122,7 +127,11 @@ class Adapter:
             raise WireError(f"choice.token_ids: a list expected, {type(token_ids).__name__} found")
         start = int(body["sampling_params"].get("routed_experts_prompt_start") or 0)
         routing = decode_routed_experts(
-            choice.pop("routed_experts", None), start=start, token_count=len(prompt_ids) + len(token_ids), model=self.model
+            choice.pop("routed_experts", None),
+            start=start,
+            token_count=len(prompt_ids) + len(token_ids),
+            model=self.model,
+            refuse_zero_layer=self.lints.zero_layer == "refuse",
         )
         ragged: dict[str, Ragged] = {}
         content = choice.pop("logprobs", None)
@@ -137,10 +146,15 @@ class Adapter:
         choice["completion_logprobs"] = _packed(logprobs)
         vocab_count = self.model.vocab_count if self.model else 1 << 31
         sent_mask = choice.pop("sampling_mask", None)
+        outside = self.lints.sampled_outside == "refuse"
         if mask is not None:
-            ragged["sampling_mask"] = check_mask(mask.counts, mask.ids, token_ids=token_ids, vocab_count=vocab_count)
-        elif (kept := decode_sampling_mask(sent_mask, token_ids=token_ids, vocab_count=vocab_count)) is not None:
-            ragged["sampling_mask"] = kept
+            ragged["sampling_mask"] = check_mask(
+                mask.counts, mask.ids, token_ids=token_ids, vocab_count=vocab_count, refuse_outside=outside
+            )
+        else:
+            kept = decode_sampling_mask(sent_mask, token_ids=token_ids, vocab_count=vocab_count, refuse_outside=outside)
+            if kept is not None:
+                ragged["sampling_mask"] = kept
         dense: dict[str, Rows] = {} if routing is None else {"routed_experts": (routing.start, routing.rows)}
         for field in self.open_fields:
             sent = decode_open_field(

@@ -29,12 +29,12 @@ _FIXES: Final[Mapping[str, str]] = MappingProxyType(
 def branch_payload(capture: Capture, branch: Branch, *, schema: Schema, needed: tuple[str, ...], missing: MissingPolicy) -> Payload:
     """The payload of ``branch``; fields that the schema does not name are left out. Values are checked when it is put.
 
-    Raises ``MissingArrays`` where a needed field is absent or, with ``strict``, lacks rows that training uses; it names the branch, the
-    field and what to do.
+    A needed field that inference sent nothing of is among the payload's ``absent`` ones. With ``strict`` that, or a lack of rows that
+    training uses, raises ``MissingArrays``, which names the branch, the field and what to do.
     """
     found = capture.fields(branch.trace_id, token_ids=branch.token_ids, sampled=branch.sampled)
     names = {f.name for f in schema.fields}
-    payload = Payload(branch.token_ids, {n: d for n, d in found.items() if n in names})
+    payload = Payload(branch.token_ids, {n: d for n, d in found.items() if n in names}, tuple(n for n in needed if n not in found))
     for name in needed:
         _check_needed(payload, branch, schema.field(name), missing)
     return payload
@@ -44,8 +44,11 @@ def _check_needed(payload: Payload, branch: Branch, field: Field, missing: Missi
     fix = _FIXES.get(field.name, f"make inference return it, or take {field.name!r} out of run.fields")
     data = payload.fields.get(field.name)
     lacking = flags_of(data.missing, payload.token_count) if data is not None else np.ones(payload.token_count, np.bool_)
-    if lacking.all():
-        raise MissingArrays(f"branch {branch.name}: field {field.name!r} is in run.fields, and inference sent none of it; {fix}")
+    if missing == "strict" and lacking.all():
+        raise MissingArrays(
+            f"branch {branch.name}: field {field.name!r} is in run.fields, and inference sent none of it; {fix}, "
+            'or set run.missing = "fallback" to train without it'
+        )
     lacking &= _used(field.alignment, branch.sampled)
     if missing == "strict" and lacking.any():
         first = ranges_where(lacking)[0]

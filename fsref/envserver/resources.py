@@ -55,11 +55,12 @@ class Resources:
             durability=config.store.durability,
             bytes_object_max=config.store.bytes_object_max,
             quota=self.quota,
+            lints=config.payload.lints,
         )
         self.capture = Capture()
         self.writers = ThreadPoolExecutor(config.store.write_threads, thread_name_prefix="fsref-keep")
         self._decoders = ThreadPoolExecutor(env.decode_threads, thread_name_prefix="fsref-decode")
-        self._undo = Adapter(self.capture, self._decoders, model, open_fields(run.schema)).install()
+        self._undo = Adapter(self.capture, self._decoders, model, open_fields(run.schema), config.payload.lints).install()
 
     @classmethod
     def open(cls, settings: Settings, *, worker: int) -> "Resources":

@@ -9,7 +9,8 @@ from statistics import fmean, pstdev
 from fsref.orchestrator.filters import Selection
 from fsref.orchestrator.groups import Group, rewards_of
 from fsref.orchestrator.samples import Sample
-from fsref.refs import Schema
+from fsref.plan import State, missing_ranges, states
+from fsref.refs import Lint, Schema
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -47,7 +48,33 @@ def selection_metrics(selection: Selection, schema: Schema, *, step: int) -> dic
     if samples:
         out["off_policy/mean"] = fmean(step - s.version for s in samples)
         out["off_policy/max"] = float(max(step - s.version for s in samples))
-    return out | support_sizes(samples, schema)
+    return out | support_sizes(samples, schema) | coverage_counts(samples, schema) | lint_counts(samples)
+
+
+def coverage_counts(samples: Sequence[Sample], schema: Schema) -> dict[str, float]:
+    """Per field: samples whose engine was asked and sent nothing, samples that lack rows, and the missing rows of both."""
+    out: dict[str, float] = {}
+    for sample in samples:
+        if sample.ref is None:
+            continue
+        gaps = missing_ranges(sample.ref, schema)
+        for name, state in states(sample.ref, schema).items():
+            if state in (State.ABSENT, State.PARTIAL):
+                key = f"coverage/{name}/{state.value}"
+                out[key] = out.get(key, 0.0) + 1
+                rows = f"coverage/{name}/rows_missing"
+                out[rows] = out.get(rows, 0.0) + sum(map(len, gaps.get(name, ())))
+    return out
+
+
+def lint_counts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Per lint: what it counted in all samples, and in how many."""
+    out: dict[str, float] = {}
+    for n, lint in enumerate(Lint):
+        found = [s.ref.lints[n] for s in samples if s.ref is not None and n < len(s.ref.lints) and s.ref.lints[n]]
+        if found:
+            out |= {f"lints/{lint}": float(sum(found)), f"lints/{lint}_samples": float(len(found))}
+    return out
 
 
 def support_sizes(samples: Sequence[Sample], schema: Schema) -> dict[str, float]:

@@ -10,13 +10,22 @@ from fsref.refs import Field, Schema, routed_experts, sampling_mask, top_logprob
 from fsref.wire.modelconfig import ModelShape, read_model_shape
 
 
-def _routed_experts(shape: ModelShape) -> Field:
-    return routed_experts(layer_ids=shape.layer_ids, top_k=shape.top_k, expert_count=shape.expert_count)
+def _routed_experts(shape: ModelShape, layers_per_chunk: int) -> Field:
+    layers = len(shape.layer_ids)
+    if layers_per_chunk > layers:
+        raise ConfigError(f"payload.layers_per_chunk is {layers_per_chunk}, the model routes in {layers} layers")
+    return routed_experts(
+        layer_ids=shape.layer_ids,
+        top_k=shape.top_k,
+        expert_count=shape.expert_count,
+        layers_per_chunk=layers_per_chunk,
+        layer_count=shape.layer_count,
+    )
 
 
-KNOWN: Final[Mapping[str, Callable[[str], Field]]] = MappingProxyType(
+KNOWN: Final[Mapping[str, Callable[[Config], Field]]] = MappingProxyType(
     {
-        "routed_experts": lambda folder: _routed_experts(read_model_shape(folder)),
+        "routed_experts": lambda config: _routed_experts(read_model_shape(config.model.path), config.payload.layers_per_chunk),
         "top_logprobs": lambda _: top_logprobs(),
         "sampling_mask": lambda _: sampling_mask(),
     }
@@ -38,7 +47,7 @@ def build_schema(config: Config) -> Schema:
         if name in declared:
             fields.append(declared[name])
         elif name in KNOWN:
-            fields.append(KNOWN[name](config.model.path))
+            fields.append(KNOWN[name](config))
         else:
             raise ConfigError(f"run.fields lists {name!r}: not one of {', '.join(KNOWN)}, so it needs a [[field]] table that declares it")
     return Schema(fields=tuple(fields), codec=config.codec)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsref.config import TrainerSection
+from fsref.errors import ConfigError
 from fsref.refs import Schema
 from fsref.tensors import DenseTensor, PackedMicroBatch
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
@@ -64,6 +65,11 @@ class Learner:
         self.model, self._ranks, self._config = model, ranks, config
         self._dtype = _DTYPES[config.dtype]
         routing = next((f for f in schema.fields if f.name == ROUTING), None)
+        if routing is not None and routing.id_space == "physical":
+            raise ConfigError(
+                f"field {routing.name!r} holds physical expert ids (of a load balancer's replicas), the model routes by logical ones: "
+                "map them through the balancer's table where they are captured"
+            )
         self._router = None if routing is None else RouterReplay(model, layer_ids=routing.layer_ids)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._gradient = _flat_gradient(self._parameters)

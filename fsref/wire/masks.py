@@ -2,8 +2,8 @@
 
 Forms: vLLM's (0.32) is one list of ids per completion token; prime-rl's is ``{"ids", "counts"}``, each a packed int32 array, and the usual
 CSR form of the same has ``offsets`` (one more than rows, from 0 on) in place of counts.
-Ids keep the engine's order; there is no bound by top_k, because ties may keep more. An empty row means that no truncation
-was in force for that token, which is another thing than a full row.
+Ids keep the engine's order; there is no bound by top_k, because ties may keep more. An empty row of a sampled token means that no
+truncation was in force: its flags say ``MASK_FULL``, so that it is told from a token that has no mask.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import WireError
-from fsref.refs import Ragged
+from fsref.refs import MASK_FULL, MASK_TRUNCATED, Ragged
+from fsref.refs.lints import rows_without
 from fsref.wire.npy import check_shape
 from fsref.wire.text import decode_base64
 
@@ -22,9 +23,17 @@ _WHAT: Final = "sampling_mask"
 
 
 def decode_sampling_mask(
-    value: object, *, token_ids: Sequence[int] | NDArray[np.integer[Any]], vocab_count: int = 1 << 31
+    value: object,
+    *,
+    token_ids: Sequence[int] | NDArray[np.integer[Any]],
+    vocab_count: int = 1 << 31,
+    truncated: object = None,
+    refuse_outside: bool = True,
 ) -> Ragged | None:
-    """Counts int32 [T] and ``ids`` int32 [N]; ``None`` if the engine sent none.
+    """Counts int32 [T], ``ids`` int32 [N] and ``flags`` per row; ``None`` if the engine sent none.
+
+    ``truncated`` is one bool per row where the engine says which rows leave ids out. With ``refuse_outside=False`` a row may lack the
+    token sampled from it (a lint of the writer then counts it).
 
     Raises ``WireError`` for an unknown form, a number of rows other than completion tokens, ids outside ``[0, vocab_count)`` or
     repeated within a row, or a row that lacks the token sampled from it.
@@ -39,11 +48,17 @@ def decode_sampling_mask(
         raise WireError(
             f"{_WHAT}: a list of lists (vLLM) or an object with ids and counts (prime-rl) expected, {type(value).__name__} found"
         )
-    return check_mask(counts, ids, token_ids=token_ids, vocab_count=vocab_count)
+    return check_mask(counts, ids, token_ids=token_ids, vocab_count=vocab_count, truncated=truncated, refuse_outside=refuse_outside)
 
 
 def check_mask(
-    counts: NDArray[np.int64], ids: NDArray[np.int64], *, token_ids: Sequence[int] | NDArray[np.integer[Any]], vocab_count: int = 1 << 31
+    counts: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    *,
+    token_ids: Sequence[int] | NDArray[np.integer[Any]],
+    vocab_count: int = 1 << 31,
+    truncated: object = None,
+    refuse_outside: bool = True,
 ) -> Ragged:
     """``decode_sampling_mask`` from arrays: counts [T] and ids [N]."""
     if len(counts) != len(token_ids):
@@ -52,8 +67,21 @@ def check_mask(
         raise WireError(f"{_WHAT}: counts that sum to {int(counts.sum())} found for {len(ids)} ids")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_count:
         raise WireError(f"{_WHAT}: ids {int(ids.min())}..{int(ids.max())} found, 0..{vocab_count - 1} are legal")
-    _check_rows(counts, ids, np.asarray(token_ids, dtype=np.int64))
-    return Ragged(counts.astype(np.int32), {"ids": ids.astype(np.int32)})
+    _refuse_repeats(counts, ids)
+    lacking = rows_without(counts, ids, np.asarray(token_ids, dtype=np.int64)) if refuse_outside else np.zeros(0, np.intp)
+    if len(lacking):
+        n = int(lacking[0])
+        raise WireError(f"{_WHAT}[{n}]: the sampled token {int(token_ids[n])} is not among the {int(counts[n])} ids that were kept")
+    flags = np.where(counts == 0, MASK_FULL, 0).astype(np.uint8) | _truncated(truncated, len(counts))
+    return Ragged(counts.astype(np.int32), {"ids": ids.astype(np.int32)}, row_columns={"flags": flags})
+
+
+def _truncated(value: object, rows: int) -> NDArray[np.uint8]:
+    if value is None:
+        return np.zeros(rows, np.uint8)
+    if not isinstance(value, list) or len(value) != rows or any(type(v) is not bool for v in value):
+        raise WireError(f"{_WHAT}: one bool per row expected to say which are truncated, {value!r:.80} found for {rows} rows")
+    return np.where(value, MASK_TRUNCATED, 0).astype(np.uint8)
 
 
 def _from_lists(rows: list[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -90,19 +118,13 @@ def _packed(value: Mapping[str, Any], name: str) -> NDArray[np.int64]:
     return np.frombuffer(data, "<i4").astype(np.int64)
 
 
-def _check_rows(counts: NDArray[np.int64], ids: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+def _refuse_repeats(counts: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
     rows = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((ids, rows))
     repeats = np.flatnonzero((np.diff(rows[order]) == 0) & (np.diff(ids[order]) == 0))
     if len(repeats):
         at = order[repeats[0]]
         raise WireError(f"{_WHAT}[{int(rows[at])}]: token id {int(ids[at])} stands twice")
-    has_sampled = np.zeros(len(counts), np.bool_)
-    has_sampled[rows[ids == token_ids[rows]]] = True
-    lacking = np.flatnonzero(~has_sampled & (counts > 0))
-    if len(lacking):
-        n = int(lacking[0])
-        raise WireError(f"{_WHAT}[{n}]: the sampled token {int(token_ids[n])} is not among the {int(counts[n])} ids that were kept")
 
 
 def encode_sampling_mask(mask: Ragged) -> list[list[int]]:

@@ -28,6 +28,8 @@ class ModelShape:
     """Experts per layer, shared ones not counted."""
     vocab_count: int
     """Token ids are in ``[0, vocab_count)``."""
+    mtp_count: int = 0
+    """Prediction layers behind the decoder (MTP). An engine that sends their rows sends them last; they are not decoder layers."""
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -48,7 +50,8 @@ def model_shape(config: dict[str, Any], *, source: str = "config.json") -> Model
     """From a Hugging Face config as plain data; a nested ``text_config`` (multimodal models) is looked into.
 
     Dense layers are recognised by the rules of the families that have them: ``mlp_only_layers`` and ``decoder_sparse_step``
-    (Qwen2/3-MoE), ``first_k_dense_replace`` and ``moe_layer_freq`` (DeepSeek, GLM). Raises ``ConfigError`` if the model has no experts.
+    (Qwen2/3-MoE), ``first_k_dense_replace`` and ``moe_layer_freq`` (DeepSeek, GLM), ``hybrid_override_pattern`` (Nemotron-H: E routes; M, *
+    and - do not), ``expert_layer_period`` and ``expert_layer_offset`` (Jamba). Raises ``ConfigError`` if the model has no experts.
     """
     nested = config.get("text_config")
     if isinstance(nested, dict) and not any(k in config for k in _EXPERTS):
@@ -62,10 +65,17 @@ def model_shape(config: dict[str, Any], *, source: str = "config.json") -> Model
     layer_ids = tuple(n for n in range(layer_count) if _routes(config, n, source))
     if not layer_ids:
         raise ConfigError(f"{source}: all {layer_count} layers are dense by its own rules")
-    return ModelShape(layer_ids, layer_count, top_k, expert_count, _natural(config, "vocab_size", source, high=1 << 31))
+    mtp_count = _natural(config, "num_nextn_predict_layers", source, low=0, high=_LAYERS_MAX, default=0)
+    return ModelShape(layer_ids, layer_count, top_k, expert_count, _natural(config, "vocab_size", source, high=1 << 31), mtp_count)
 
 
 def _routes(config: dict[str, Any], layer: int, source: str) -> bool:
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and "E" in pattern:
+        return layer < len(pattern) and pattern[layer] == "E"
+    if config.get("expert_layer_period"):
+        period = _natural(config, "expert_layer_period", source)
+        return layer % period == _natural(config, "expert_layer_offset", source, low=0, default=0)
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
         raise ConfigError(f"{source}: mlp_only_layers is {dense!r}, a list of layer ids expected")

@@ -69,7 +69,7 @@ def payload_from_output(
             if schema.field(name).alignment is Alignment.TARGET and isinstance(data, Ragged):
                 data = _behind(data, at)
             found[name] = data
-    return Payload(token_ids, found)
+    return Payload(token_ids, found, tuple(f.name for f in schema.fields if f.name not in found))
 
 
 def _completion(output: Output, choice: int) -> Completion:
@@ -125,4 +125,6 @@ def _heads(completion: Completion, head: int | None) -> Ragged:
 def _behind(rows: Ragged, prompt_count: int) -> Ragged:
     """Rows [C] of completion tokens as rows [T] of all tokens: the prompt was not sampled here, so its rows are empty."""
     counts: NDArray[np.int32] = np.concatenate([np.zeros(prompt_count, np.int32), rows.counts])
-    return Ragged(counts, rows.columns, tuple(TokenRange(r.start + prompt_count, r.stop + prompt_count) for r in rows.missing))
+    missing = tuple(TokenRange(r.start + prompt_count, r.stop + prompt_count) for r in rows.missing)
+    front = {n: np.concatenate([np.zeros(prompt_count, c.dtype), c]) for n, c in rows.row_columns.items()}
+    return Ragged(counts, rows.columns, missing, front)

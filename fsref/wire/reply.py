@@ -40,7 +40,7 @@ def decode_choice(choice: object, *, prompt_count: int, start: int = 0, head: in
     """
     if not isinstance(choice, Mapping):
         raise WireError(f"choices: an object expected, {type(choice).__name__} found")
-    token_ids = _token_ids(choice.get("token_ids"))
+    token_ids = token_ids_of(choice.get("token_ids"))
     content = choice.get("logprobs")
     return Choice(
         index=_index(choice.get("index", 0)),
@@ -55,9 +55,10 @@ def decode_choice(choice: object, *, prompt_count: int, start: int = 0, head: in
     )
 
 
-def _token_ids(value: Any) -> NDArray[np.int32]:
+def token_ids_of(value: Any, what: str = "choice.token_ids") -> NDArray[np.int32]:
+    """A completion's ids, checked."""
     if not isinstance(value, list) or any(type(t) is not int or not 0 <= t < 1 << 31 for t in value):
-        raise WireError(f"choice.token_ids: a list of token ids expected, {value!r:.80} found")
+        raise WireError(f"{what}: a list of token ids expected, {value!r:.80} found")
     return np.asarray(value, dtype=np.int32)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fsref.errors import WireError
 from fsref.refs import expert_dtype
+from fsref.refs.lints import zero_layers
 from fsref.wire.modelconfig import ModelShape
 from fsref.wire.npy import check_shape, decode_npy, encode_npy
 from fsref.wire.text import BYTES_MAX, decode_base64, encode_base64
@@ -35,7 +36,13 @@ class Routing:
 
 
 def decode_routed_experts(
-    value: object, *, start: int, token_count: int, model: ModelShape | None = None, bytes_max: int = BYTES_MAX
+    value: object,
+    *,
+    start: int,
+    token_count: int,
+    model: ModelShape | None = None,
+    bytes_max: int = BYTES_MAX,
+    refuse_zero_layer: bool = True,
 ) -> Routing | None:
     """A choice's ``routed_experts`` as sent by the engine; ``None`` if the engine sent none (the caller knows whether it asked).
 
@@ -63,7 +70,7 @@ def decode_routed_experts(
     _check_rows(len(rows), start=start, token_count=token_count)
     if rows.dtype.kind == "i" and rows.size and int(rows.min()) < 0:
         raise WireError(f"{WHAT}: expert id {int(rows.min())} found; validity travels beside the ids, never as a negative one")
-    return Routing(rows if model is None else fit_model(rows, model), start)
+    return Routing(rows if model is None else fit_model(rows, model, refuse_zero_layer=refuse_zero_layer), start)
 
 
 def _from_mapping(value: Mapping[str, Any], start: int, bytes_max: int) -> tuple[NDArray[Any], int]:
@@ -91,13 +98,15 @@ def _check_rows(row_count: int, *, start: int, token_count: int) -> None:
         )
 
 
-def fit_model(rows_RLK: NDArray[Any], model: ModelShape) -> NDArray[Any]:
+def fit_model(rows_RLK: NDArray[Any], model: ModelShape, *, refuse_zero_layer: bool = True) -> NDArray[Any]:
     """``rows`` cut to the layers that route and in the dtype of the model's expert count.
 
     Raises ``WireError`` if the sizes are of another model, an id is out of range, or (where a token uses several experts, so that
     ids cannot all be 0) a layer is zero throughout: then the engine did not capture it.
     """
     layers, top_k = rows_RLK.shape[1:]
+    if model.mtp_count and layers == model.layer_count + model.mtp_count:
+        rows_RLK, layers = rows_RLK[:, : model.layer_count], model.layer_count  # drafts of the prediction layers are never replayed
     if top_k != model.top_k or layers not in (model.layer_count, len(model.layer_ids)):
         raise WireError(
             f"{WHAT}: {layers} layers of {top_k} experts found; the model has {model.layer_count} layers, "
@@ -107,10 +116,8 @@ def fit_model(rows_RLK: NDArray[Any], model: ModelShape) -> NDArray[Any]:
         rows_RLK = rows_RLK[:, model.layer_ids]
     if rows_RLK.size and int(rows_RLK.max()) >= model.expert_count:
         raise WireError(f"{WHAT}: expert id {int(rows_RLK.max())} found, the model has {model.expert_count} experts")
-    if top_k > 1 and len(rows_RLK):
-        for layer in np.flatnonzero(~rows_RLK[0].any(axis=-1)):  # only a layer whose first row is zero can be zero throughout
-            if not rows_RLK[:, layer].any():
-                raise WireError(f"{WHAT}: all ids of layer {model.layer_ids[layer]} are 0: the engine did not capture it")
+    if refuse_zero_layer and (zero := zero_layers(rows_RLK)):
+        raise WireError(f"{WHAT}: all ids of layer {model.layer_ids[zero[0]]} are 0: the engine did not capture it")
     return np.ascontiguousarray(rows_RLK, dtype=expert_dtype(model.expert_count))
 
 

@@ -38,6 +38,14 @@ def test_a_field_that_is_not_there_names_the_branch_and_the_fix() -> None:
         build(turn([1, 2], [3, 4], mask=False), turn([1, 2, 3, 4, 5], [6], start=3, mask=False))
 
 
+@pytest.mark.payload("A14", "G8")
+def test_a_field_that_was_asked_for_and_did_not_come_is_absent_in_fallback_runs() -> None:
+    turns = (turn([1, 2], [3, 4], mask=False), turn([1, 2, 3, 4, 5], [6], start=3, mask=False))
+    payload = build(*turns, missing="fallback")
+    assert (set(payload.fields), payload.absent) == ({"routed_experts"}, ("sampling_mask",))
+
+
+@pytest.mark.payload("A8")
 def test_a_hole_before_a_sampled_token_is_an_error_in_strict_runs() -> None:
     with pytest.raises(MissingArrays, match=r"'routed_experts' lacks 1 of 6 rows.*first \[3, 4\).*run.missing = \"fallback\""):
         build(*HOLE)
