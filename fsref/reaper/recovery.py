@@ -156,6 +156,7 @@ def close_run(
     """The end of a run: ``recover`` to infinity unless the run is PROVED as it stands, then the audit. Raises as ``recover``."""
     found = audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
     if found.verdict is Verdict.PROVED:
+        _seal_ends(Ledger.of(store, ledger_dir), run)
         return found
     recover(store, ledger_dir, run=run, resume_step=None, force_dead=force_dead, section=section)
     return audit(store, ledger_dir, run=run.run, run_uuid=run.run_uuid)
@@ -166,6 +167,17 @@ def _why(*, force_dead: Collection[str], accept_corrupt: bool, remove_unexpected
     asked = ["accept-corrupt"] * accept_corrupt + ["remove-unexpected"] * remove_unexpected
     asked += [f"force-dead {len(force_dead)}: {' '.join(force_dead)}"] if force_dead else []
     return ascii(", ".join(asked))[1:-1][:256]
+
+
+def _seal_ends(ledger: Ledger, run: RunInfo) -> None:
+    """Whoever died between its close and the seal of it: what proves the run here shall prove it everywhere."""
+    if ledger.store is None:
+        return
+    reader = LedgerReader(ledger, run_uuid=run.run_uuid, compare=False)
+    reader.refresh()
+    for journal in reader.journals.values():
+        if journal.in_folder and journal.fold.sealed and sum(journal.row) < journal.end:
+            sync_journal(ledger, journal)
 
 
 def _lock(ledger: Ledger, inc: str, run: RunInfo, *, force_dead: Collection[str]) -> None:
