@@ -33,7 +33,7 @@ from fsref.store.base import Buffer, Deletion, Durability, Entry, ObjectFile, St
 from fsref.store.bulkdelete import BULK_MAX, remove_in_bulk
 from fsref.store.credentials import Credentials
 from fsref.store.retry import Retries
-from fsref.store.s3client import check_profile
+from fsref.store.s3client import check_profile, loader
 from fsref.store.s3errors import exists, from_botocore
 
 _ATOMIC_PUT: Final = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
@@ -302,6 +302,7 @@ def s3_options(settings: StoreSection, credentials: Credentials | None) -> dict[
         session = importlib.import_module("aiobotocore.session").AioSession(profile=settings.profile or None)
     except ImportError:
         raise MissingExtra.of("s3", "s3fs") from None
+    session.register_component("data_loader", loader())
     if settings.credentials_file:
         session.set_config_variable("credentials_file", str(Path(settings.credentials_file).expanduser()))
     check_profile(session, settings)

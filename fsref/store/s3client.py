@@ -127,14 +127,14 @@ def _botocore(module: str) -> Any:
 
 
 @functools.cache
-def _loader() -> Any:
+def loader() -> Any:
     """botocore's service descriptions, parsed once per process."""
     return _botocore("loaders").create_loader()
 
 
 def _session(settings: StoreSection) -> Any:
     session = _botocore("session").Session(profile=settings.profile or None)
-    session.register_component("data_loader", _loader())
+    session.register_component("data_loader", loader())
     if settings.credentials_file:
         session.set_config_variable("credentials_file", str(Path(settings.credentials_file).expanduser()))
     check_profile(session, settings)

@@ -147,7 +147,7 @@ def test_a_missing_package_is_named_with_its_extra(moto: S3Server, monkeypatch: 
         raise ImportError(name)
 
     monkeypatch.setattr("fsref.store.s3client.importlib.import_module", absent)
-    s3client._loader.cache_clear()
+    s3client.loader.cache_clear()
     for driver in ("obstore", "fsspec"):
         with pytest.raises(MissingExtra, match=r"fsref\[s3\]"):
             open_root(root(), run="run", settings=moto.settings(driver=driver))
