@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, PayloadError, StoreError, StoreUnavailable
 from fsref.objects import decode_chunk
 from fsref.plan import ChunkRead, FieldRead, Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
-from fsref.refs import Codec, Dense, FieldData, PayloadRef, Ragged, Schema, TokenRange, object_name
+from fsref.refs import Codec, Dense, Field, FieldData, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.refs.merge import same_rows
 from fsref.store import ObjectFile, Store
 from fsref.store.threads import Threads
@@ -225,7 +225,7 @@ class Reader:
         self.read_into(plan, out)
         self.count_conflicts(ref, plan)
         gaps = missing_ranges(ref, self._schema)
-        return {n: _result(out[n], plan, n, _shifted(gaps.get(n, ()), wanted)) for n in names}
+        return {n: _result(out[n], plan, self._schema.field(n), _shifted(gaps.get(n, ()), wanted)) for n in names}
 
     def count_conflicts(self, ref: PayloadRef, plan: ReadPlan) -> int:
         """Rows of the plan's overlaps that the later segment gives differently, bit for bit; also added to ``counters``.
@@ -430,10 +430,10 @@ def allocate(plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int]
     return DenseOut(np.empty((tokens, *shape), f.dtype))
 
 
-def _result(out: DenseOut | RaggedOut, plan: ReadPlan, name: str, missing: tuple[TokenRange, ...]) -> FieldData:
+def _result(out: DenseOut | RaggedOut, plan: ReadPlan, spec: Field, missing: tuple[TokenRange, ...]) -> FieldData:
     if isinstance(out, DenseOut):
-        return Dense(out.rows, missing)
-    count = out.compact(plan, name)
+        return Dense(out.rows, missing, spec.id_space)
+    count = out.compact(plan, spec.name)
     return Ragged(out.counts, {n: c[:count] for n, c in out.columns.items()}, missing, out.row_columns)
 
 

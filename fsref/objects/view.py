@@ -93,7 +93,7 @@ class ObjectView:
         data = {a.column: self._array(n) for n, a in enumerate(self.layout.arrays) if a.field.name == field}
         missing = self.missing.get(field, ())
         if "" in data:
-            return Dense(data[""], missing)
+            return Dense(data[""], missing, self.schema.field(field).id_space)
         rows = {c.name: data.pop(c.name) for c in self.schema.field(field).row_columns}
         return Ragged(data.pop("counts"), data, missing, rows)
 
