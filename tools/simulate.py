@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
@@ -55,12 +55,12 @@ def play_block(first: int, count: int, mutant: str = "") -> dict[str, Any]:
     return {"from": first, "count": count, "verdicts": dict(verdicts), **total, "events": dict(events), "bad": bad, "seconds": seconds}
 
 
-def play_seeds(first: int, count: int, *, jobs: int, mutant: str = "", known: Iterable[int] = ()) -> Iterator[dict[str, Any]]:
-    """Blocks of seeds as they get ready, without those whose first seed is ``known``."""
-    done = set(known)
+def play_seeds(first: int, count: int, *, jobs: int, mutant: str = "", known: Mapping[int, int] | None = None) -> Iterator[dict[str, Any]]:
+    """Blocks of seeds as they get ready, without those that are ``known``: first seed to how many."""
+    done = known or {}
     blocks = [(at, min(BLOCK_SEEDS, first + count - at)) for at in range(first, first + count, BLOCK_SEEDS)]
-    left = [b for b in blocks if b[0] not in done]
-    if jobs == 1 or len(left) == 1:
+    left = [(at, size) for at, size in blocks if done.get(at, 0) < size]
+    if jobs == 1 or len(left) <= 1:
         yield from (play_block(*b, mutant) for b in left)
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -71,25 +71,24 @@ def play_seeds(first: int, count: int, *, jobs: int, mutant: str = "", known: It
 def seeds(args: argparse.Namespace) -> int:
     """Plays seeds; with ``--out`` remembers blocks and skips them the next time."""
     code = digest()
-    known = [b for b in _lines(args.out) if b["code"] == code and not args.mutant]
-    played = sum(b["count"] for b in known)
-    bad = [v for b in known for v in b["bad"]]
-    start = time.monotonic()
-    fresh = 0
-    for block in play_seeds(args.first, args.seeds, jobs=args.jobs, mutant=args.mutant, known=[b["from"] for b in known]):
+    blocks = {} if args.mutant else _blocks(args.out, code)
+    start, fresh = time.monotonic(), 0
+    known = {at: b["count"] for at, b in blocks.items()}
+    for block in play_seeds(args.first, args.seeds, jobs=args.jobs, mutant=args.mutant, known=known):
+        blocks[block["from"]] = block
         fresh += block["count"]
         if args.out:
             with args.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"code": code, **block}) + "\n")
-        bad += block["bad"]
         for violation in block["bad"] if not args.mutant else block["bad"][:1]:
             print(f"seed {violation['seed']}: {violation['faults'][0]}\n    {_again(violation['seed'], args.mutant)}")
-        rate = fresh / (time.monotonic() - start)
-        print(f"{played + fresh:,} seeds, {len(bad):,} with a violation, {rate:,.0f} seeds/s", flush=True)
+        played, bad = sum(b["count"] for b in blocks.values()), sum(len(b["bad"]) for b in blocks.values())
+        print(f"{played:,} seeds, {bad:,} with a violation, {fresh / (time.monotonic() - start):,.0f} seeds/s", flush=True)
+    bad = sum(len(b["bad"]) for b in blocks.values())
     if args.mutant:
-        print(f"{args.mutant}: {MUTANTS[args.mutant]}: noticed in {len(bad):,} of {fresh:,} histories")
+        print(f"{args.mutant}: {MUTANTS[args.mutant]}: noticed in {bad:,} of {fresh:,} histories")
         return int(not bad)
-    return int(bool(bad))
+    return int(bad > 0)
 
 
 def mutants(args: argparse.Namespace) -> int:
@@ -114,7 +113,7 @@ def mutants(args: argparse.Namespace) -> int:
 def table(args: argparse.Namespace) -> int:
     """Writes docs/results/simulation.json and its section of docs/results.md."""
     code = _lines(args.table)[-1]["code"]
-    blocks = [b for b in _lines(args.table) if b["code"] == code]
+    blocks = list(_blocks(args.table, code).values())
     found = json.loads(args.mutants.read_text(encoding="utf-8"))["mutants"]
     verdicts: Counter[str] = Counter()
     events: Counter[str] = Counter()
@@ -128,7 +127,8 @@ def table(args: argparse.Namespace) -> int:
     result |= {"events": dict(events.most_common()), "mutants": found}
     (ROOT / "docs" / "results" / "simulation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = [
-        f"`{result['command']}` (resumable; each history ends with faults off, recovery, audit and a reference model that saw everything):",
+        f"`{result['command']}` (goes on where it stopped; each history ends",
+        "with faults off, recovery, audit and a reference model that saw everything):",
         f"{totals['count']:,} seeds, {totals['ops']:,} operations, {totals['crashes']:,} crashes, {totals['objects']:,} objects,",
         f"**{len(bad)} violations**, {totals['seconds']:,.0f} s of processor time. {verdicts['PROVED']:,} histories ended PROVED; in the",
         "others somebody outside removed objects, or a process lived on after it was declared dead, and the audit had to say exactly that.",
@@ -150,6 +150,12 @@ def _lines(path: Path | None) -> list[dict[str, Any]]:
         return []
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _blocks(path: Path | None, code: str) -> dict[int, dict[str, Any]]:
+    """First seed to its block, as this code played it; of two with the same first seed the longer one."""
+    blocks = [b for b in _lines(path) if b["code"] == code]
+    return {b["from"]: b for b in sorted(blocks, key=lambda b: int(b["count"]))}
 
 
 def _again(seed: int, mutant: str) -> str:
