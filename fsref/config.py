@@ -349,6 +349,12 @@ class Config(Section, frozen=True, kw_only=True):
             raise ConfigError(
                 f"orchestrator.batch_size {self.orchestrator.batch_size} is not a multiple of group_size {self.orchestrator.group_size}"
             )
+        for key, url in {
+            "run.root": self.run.root,
+            "store.endpoint": self.store.endpoint,
+            "inference.address": self.inference.address,
+        }.items():
+            _refuse_secrets(key, url)
         names = [e.name for e in self.env]
         if len(set(names)) != len(names):
             raise ConfigError(f"two [[env]] tables have the same name: {sorted(names)}")
@@ -362,6 +368,17 @@ class Config(Section, frozen=True, kw_only=True):
             raise ConfigError(f"store.bytes_live_max {self.store.bytes_live_max} leaves nothing for each of {workers} env workers")
         if not self.run.fields:
             raise ConfigError("run.fields is empty: name the arrays that the run needs")
+
+
+def _refuse_secrets(key: str, url: str) -> None:
+    """The config is written to files and shown; a URL in it must hold neither user info nor a query."""
+    head, sep, rest = url.partition("://")
+    authority, _, path = rest.partition("/")
+    if sep and ("@" in authority or "?" in path or "?" in authority):
+        raise ConfigError(
+            f"{key} holds user info or a query ({head}://...): settings are written to files and shown, so credentials come from the "
+            "environment, a profile or the instance"
+        )
 
 
 def quota_share(config: Config) -> int:

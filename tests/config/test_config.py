@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsref import config as settings
-from fsref.config import Config, EnvSection
+from fsref.config import Config, EnvSection, build
 from fsref.errors import ConfigError
 from fsref.refs import Codec
 
@@ -150,3 +150,18 @@ def test_a_policy_that_could_not_replay_the_steps_since_the_checkpoint_is_refuse
         settings.build({"trainer": trainer})
     settings.build({"trainer": trainer | {"keep_last": 4}})
     settings.build({"trainer": trainer, "run": {"replay": "drop"}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"run": {"root": "s3://user:SENTINEL@bucket/x"}},
+        {"run": {"root": "s3://bucket/x?X-Amz-Signature=SENTINEL"}},
+        {"store": {"endpoint": "http://user:SENTINEL@host:9000"}},
+        {"inference": {"address": "http://SENTINEL@host:8000"}},
+    ],
+)
+def test_a_url_with_a_credential_is_refused_and_not_shown(settings: dict[str, dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match="credentials come from the environment") as refused:
+        build(settings)
+    assert "SENTINEL" not in str(refused.value)
