@@ -4,6 +4,8 @@ More seeds, and the seeds that each broken rule took: ``python -m tools.simulate
 """
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Final
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from tests.support.simulation.chooser import Chooser
 from tests.support.simulation.interleave import QUIET, explore
 from tests.support.simulation.play import MUTANTS, Outcome, judge, play
-from tests.support.simulation.world import Scenario, World
-from tools.simulate import play_seeds
+from tests.support.simulation.surroundings import Scenario
+from tests.support.simulation.world import World
+from tools.simulate import ROOT, play_seeds
 
 SEEDS: Final = 5_000
 EVENTS: Final = (
@@ -51,8 +54,16 @@ def test_a_broken_rule_is_noticed(mutant: str) -> None:
     pytest.fail(f"nobody noticed that {MUTANTS[mutant]}")
 
 
-def test_a_seed_names_one_history() -> None:
-    assert play(4711) == play(4711)
+def test_a_seed_names_one_history_in_every_process() -> None:
+    """Whatever the order of sets of strings is, which differs from process to process."""
+    code = "from tests.support.simulation.play import play; print([play(seed) for seed in range(40)])"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": number}, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for number in ("1", "2")
+    ]
+    assert said[0] == said[1]
 
 
 SMALL_SEED: Final = 20

@@ -9,8 +9,9 @@ from typing import Final
 from tests.support.simulation.chooser import Tree
 from tests.support.simulation.consumer import Orchestrator
 from tests.support.simulation.process import FREE, IDLE, Message, Op, Process
+from tests.support.simulation.surroundings import Scenario
 from tests.support.simulation.worker import Worker
-from tests.support.simulation.world import Scenario, World
+from tests.support.simulation.world import World
 
 QUIET: Final = Scenario(
     workers=1,

@@ -8,7 +8,8 @@ from typing import Final
 from fsref.errors import FsrefError
 from fsref.ledger.report import Verdict
 from tests.support.simulation.chooser import Chooser
-from tests.support.simulation.world import Scenario, World
+from tests.support.simulation.surroundings import Scenario
+from tests.support.simulation.world import World
 
 MUTANTS: Final[dict[str, str]] = {
     "delete_before_drop": "an object is removed before its drop is recorded",
