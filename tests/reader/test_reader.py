@@ -138,6 +138,7 @@ def flip(store: Store, ref: PayloadRef, offset: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.fault(43)
 @pytest.mark.parametrize("codec", [Codec(), Codec(name="none")], ids=lambda c: c.name)
 @pytest.mark.payload("F13")
 def test_a_flipped_bit_in_any_chunk_is_found(store: Store, codec: Codec) -> None:
@@ -154,6 +155,7 @@ def test_a_flipped_bit_in_any_chunk_is_found(store: Store, codec: Codec) -> None
         reader.read(ref)
 
 
+@pytest.mark.fault(42)
 def test_a_short_object_is_corrupt_and_an_absent_one_is_missing(store: Store) -> None:
     run_schema = schema()
     ref = put(store, run_schema, payload(np.random.default_rng(8), run_schema, 300))

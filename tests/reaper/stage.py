@@ -13,7 +13,7 @@ from fsref.reaper import Audit, ConsumerHolder, EnvHolder, StepHolder, audit, de
 from fsref.refs import Schema, object_name, top_logprobs
 from fsref.steps import StepInfo
 from fsref.store import open_root
-from fsref.store.base import Deletion, Entry, Store
+from fsref.store.base import Deletion, Durability, Entry, Store
 from fsref.store.posix import PosixStore
 
 RUN = "r1"
@@ -64,7 +64,7 @@ class FaultyStore(PosixStore):
 class Stage:
     """One run."""
 
-    def __init__(self, root: Path, *, strict: bool = False, adopt_poll_s: float = 3600.0) -> None:
+    def __init__(self, root: Path, *, strict: bool = False, adopt_poll_s: float = 3600.0, durability: Durability = "process") -> None:
         self.root = root
         self.store = FaultyStore(root / RUN)
         self.ledger = root / RUN / "ledger"
@@ -73,6 +73,7 @@ class Stage:
         self.section = LedgerSection(strict=strict, batch_wait_s=0.01, adopt_poll_s=adopt_poll_s, adopt_drain_s=0.0)
         self.batches: dict[int, list[str]] = {}
         self._requests = 0
+        self._durability: Durability = durability
 
     def env(self, label: str = "math-0-0") -> EnvHolder:
         return EnvHolder(self.store, self.ledger, run=self.run, label=label, section=self.section)
@@ -91,7 +92,7 @@ class Stage:
         out = []
         for _ in range(count):
             seq = env.next_seq()
-            self.store.put(object_name(f"{env.inc}/{seq}"), [b"x" * 100], durability="process")
+            self.store.put(object_name(f"{env.inc}/{seq}"), [b"x" * 100], durability=self._durability)
             if keep:
                 env.keep(seq, byte_count=100, checksum=7, token_count=10, fields=1)
             out.append(f"{env.inc}/{seq}")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,6 +204,33 @@ def test_a_micro_batch_that_one_rank_cannot_fetch_is_dropped_and_counted(pair: S
     assert (first["payload/dropped_micro_batches"], second["payload/dropped_micro_batches"]) == (1, 0)
     assert first["payload/generated_routing"] == 0
     assert pair.present() == []
+
+
+@pytest.mark.fault(42)
+@pytest.mark.fault(43)
+@pytest.mark.fault(44)
+def test_a_damaged_object_is_dropped_on_all_ranks_and_removed_as_a_failed_fetch(pair: SmallRun) -> None:
+    """Cut off at step 0, one bit wrong at step 1, a hole of zeros at step 2."""
+    for step in range(4):
+        pair.publish_step(step)
+    for step in range(3):
+        path = pair.run_dir / object_name(pair.objects[step][1][0])
+        data = bytearray(path.read_bytes())
+        with zipfile.ZipFile(path) as archive:
+            chunk = next(i for i in archive.infolist() if "/c/" in i.filename)
+        at = data.index(chunk.filename.encode()) + len(chunk.filename)
+        if step == 0:
+            del data[-1:]
+        elif step == 1:
+            data[at + chunk.file_size // 2] ^= 1
+        else:
+            data[at : at + chunk.file_size] = bytes(chunk.file_size)
+        path.write_bytes(data)
+    assert run_ranks(pair.config(steps=4)) == ["ok", "ok"]
+    records = [r for r in pair.metrics() if "loss/mean" in r]
+    assert [r["payload/dropped_micro_batches"] for r in records] == [1, 1, 1, 0]
+    assert pair.present() == []
+    assert pair.verdict() == "PROVED"
 
 
 def test_a_rank_without_any_real_row_routes_by_generated_ones(pair: SmallRun) -> None:
