@@ -128,7 +128,11 @@ class StepFeed:
                 f"{step_name(step)} is of run {info.run!r} ({info.run_uuid}), this trainer is of {self._run!r} ({self._run_uuid}): "
                 f"a folder that was used before; start under another run.id"
             )
-        rank_file = read_rank(self._store, info, self._data_rank)
+        try:
+            rank_file = read_rank(self._store, info, self._data_rank)
+        except (ObjectMissing, StoreUnavailable) as e:  # it was there before STEP.json: this client of the filesystem sees it later
+            self._note(str(e))
+            return None
         _require_references(rank_file)
         self._loader.prefetch(rank_file)
         return Published(info, rank_file)

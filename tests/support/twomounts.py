@@ -3,9 +3,7 @@
 import contextlib
 import itertools
 import os
-import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +27,7 @@ def _until(found: Callable[[], bool], what: str, *, process: "subprocess.Popen[b
 
 
 class Node:
-    """One mount, and the programs that run on it under the hostname of their own node."""
+    """One mount: what a node sees of the filesystem."""
 
     def __init__(self, name: str, folder: Path, *, filer: str, scratch: Path) -> None:
         self.name, self.folder = name, folder
@@ -38,7 +36,6 @@ class Node:
         cache.mkdir()
         self._log = scratch / f"{name}.log"
         self._socket = Path(f"/tmp/fsref-mount-{os.getpid()}-{next(_numbers)}.sock")
-        self._programs: list[subprocess.Popen[str]] = []
         with self._log.open("wb") as log:
             self._mount = subprocess.Popen(
                 [weed_program(), "mount", f"-filer={filer}", f"-dir={folder}", f"-cacheDir={cache}", f"-localSocket={self._socket}"],
@@ -47,33 +44,15 @@ class Node:
             )
         _until(lambda: os.path.ismount(folder), f"the mount of {name}", process=self._mount, log=self._log)
 
-    def start(self, *argv: str, cwd: Path) -> "subprocess.Popen[str]":
-        """A Python program of this node, with pipes."""
-        command = f'hostname {self.name}; exec "$@"'
-        process = subprocess.Popen(
-            ["unshare", "--uts", "sh", "-c", command, "sh", sys.executable, *argv],
-            cwd=cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self._programs.append(process)
-        return process
+    @property
+    def prefix(self) -> list[str]:
+        """Runs a command under the hostname of this node."""
+        return ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
 
     def lose(self) -> None:
-        """The node is gone: its mount first, so that no program's end can flush anything."""
-        self._mount.send_signal(signal.SIGSTOP)
+        """The node's client is gone, with everything that it had not sent. Its programs find a dead mount; kill them next."""
         self._mount.kill()
         self._mount.wait(DEADLINE_S)
-        for process in self._programs:
-            process.kill()
-            process.wait(DEADLINE_S)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-        self._programs.clear()
         subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
         self._socket.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.roles.wire import Stream
@@ -17,13 +18,14 @@ DEADLINE_S = 120.0
 class Zygote:
     """One per test session; close it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefix: Sequence[str] = ()) -> None:
+        """``prefix``: a command that runs it elsewhere, for example under the hostname of another node."""
         ours, theirs = socket.socketpair()
         ours.settimeout(DEADLINE_S)
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         env["FSREF_FAILPOINTS"] = "store.put.mid=sleep(0)"
         env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who forks has no threads
-        command = [sys.executable, "-W", "error", "-m", "tests.support.roles.zygote", str(theirs.fileno())]
+        command = [*prefix, sys.executable, "-W", "error", "-m", "tests.support.roles.zygote", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
         theirs.close()
         self._control = ours
