@@ -67,4 +67,4 @@ def replica(request: pytest.FixtureRequest, shared: Callable[[str], Replica], en
     del engine
     found = shared(request.param)
     yield found
-    found.clear("hold-put", "in-put", "fail-put", "hold-flush", "in-flush")
+    found.clear("hold-put", "in-put", "fail-put", "hold-flush", "in-flush", "break-reply")

@@ -62,13 +62,15 @@ class ControlledStore(Store):
 
 
 def controlled(control: Path, settings: resources.Settings) -> None:
-    """The setup of every process: fsref's own, a controlled store, and a last delta that can be held (``hold-flush``)."""
+    """The setup of every process: fsref's own, a controlled store, a last delta that can be held
+    (``hold-flush``), and a reply that no codec holds (``break-reply``)."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so that a test that hangs can be asked why
     install.install(settings)
     opened = resources.open_store
     if not isinstance(opened, functools.partial):
         resources.open_store = functools.partial(_open, opened, control)
         setattr(worker.KeepingServer, "_send", _held_send(control, worker.KeepingServer._send))  # noqa: B010
+        setattr(worker.KeepingServer, "_run", _broken_reply(control, worker.KeepingServer._run))  # noqa: B010
 
 
 def _open(inner: Any, control: Path, config: Config) -> Store:
@@ -84,6 +86,16 @@ def _held_send(control: Path, inner: Any) -> Any:
         return await inner(self, wrapped, frames, *args, **kwargs)
 
     return send
+
+
+def _broken_reply(control: Path, inner: Any) -> Any:
+    async def run(self: Any, *args: Any) -> Any:
+        response = await inner(self, *args)
+        if (control / "break-reply").exists():
+            response.head = {**(response.head or {}), "no-codec-holds": 1 << 80}
+        return response
+
+    return run
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import zmq
 
 from fsref.episodes import Episode
 from fsref.episodes.client import EpisodeClient
-from fsref.errors import ReplicaDown, StoreFull
+from fsref.errors import JournalPoisoned, ReplicaDown, StoreFull
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
 from fsref.reaper import ConsumerHolder
@@ -295,6 +295,7 @@ def test_a_client_that_leaves_without_its_answer_does_not_end_the_broker(
     assert replica.process.poll() is None
 
 
+@pytest.mark.fault(31)
 def test_a_full_store_ends_the_episode_and_leaves_nothing(run: Run, replica: Replica, ledger: Ledger) -> None:
     replica.set("fail-put", "1")
 
@@ -307,6 +308,48 @@ def test_a_full_store_ends_the_episode_and_leaves_nothing(run: Run, replica: Rep
 
     with_client(run, replica.env, body)
     until(lambda: len(run.objects() - ledger.objects) == 1, "only the last episode's object is left")
+
+
+def test_a_reply_that_cannot_be_encoded_is_an_error_and_its_objects_are_dropped(run: Run, replica: Replica, ledger: Ledger) -> None:
+    async def body(client: EpisodeClient) -> None:
+        replica.set("break-reply")
+        episode = await first_episode(client, run)
+        assert (episode.ok, episode.objects, len(episode.errors)) == (False, {}, 1)
+        assert "response encoding failed" in replica.log
+        replica.clear("break-reply")
+        assert ledger.new() == Counter(kept=1, never_sent=1)
+        assert (await first_episode(client, run)).ok
+
+    abandoned: Abandoned = []
+    with_client(run, replica.env, body, abandoned=abandoned)
+    until(lambda: len(run.objects() - ledger.objects) == 1, "only the last episode's object is left")
+    assert abandoned == [], "the client never had them"
+
+
+@pytest.mark.fault(32)
+@pytest.mark.parametrize("env", ["brief", "briefpool"])
+def test_a_worker_whose_journal_fails_ends_its_replica_with_the_reason(
+    run: Run, engine: Engine, env: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk is full at the third record: ``open`` and one ``keep`` fit."""
+    del engine
+    monkeypatch.setenv("FSREF_FAILPOINTS", "journal.append.before=raise(ENOSPC):3+")
+    replica = run.start(env)
+    ledger = Ledger(run, env)
+    kept: list[Episode] = []
+
+    async def body(client: EpisodeClient) -> None:
+        kept.extend([await first_episode(client, run) for _ in range(2 if env == "briefpool" else 1)])
+        with pytest.raises((JournalPoisoned, ReplicaDown), match=f"No space left on device|{env}-0"):
+            await first_episode(client, run)
+
+    with_client(run, env, body)
+    assert replica.process.wait(120) == 1
+    assert "this worker stops: append to" in replica.log
+    assert "No space left on device" in replica.log
+    assert not list((run.folder / "envs" / "train").glob(f"{env}.*")), "its address is taken back"
+    assert ledger.new() == Counter(kept=len(kept)), "nothing more is kept, dropped or removed"
+    assert {o for e in kept for o in e.objects} <= run.objects()
 
 
 @pytest.mark.parametrize("where", ["engine", "put"])

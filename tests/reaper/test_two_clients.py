@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fsref.errors import Fenced, ObjectMissing, StoreUnavailable
+from fsref.journal.file import make_folder
 from fsref.journal.markers import acquire_lock, read_adopted, write_adopted
 from fsref.reader import Reader
 from fsref.refs import object_name
@@ -73,7 +74,7 @@ def eventually(call: Callable[[], object]) -> object:
     while True:
         try:
             return call()
-        except (Refused, ObjectMissing) as e:
+        except (Refused, FileNotFoundError) as e:
             if time.monotonic() > end or (isinstance(e, Refused) and e.kind not in ("ObjectMissing", "StoreUnavailable")):
                 raise
             time.sleep(0.05)
@@ -285,6 +286,8 @@ def test_a_step_that_is_waited_for_on_another_client_is_seen_whole(nodes: Nodes)
 @pytest.mark.fault(13)
 def test_names_are_exclusive_across_clients(nodes: Nodes) -> None:
     """Markers are: they are linked. That is what a filesystem must give."""
+    make_folder(nodes.on_a.ledger)
+    eventually(nodes.on_b.ledger.stat)
     for number in range(10):
         inc = f"env.x.{number:016x}"
         write_adopted(nodes.on_a.place, inc, by="rec.main.00000000000000aa")
