@@ -10,7 +10,9 @@ import os
 import re
 import resource
 import secrets
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +24,10 @@ import msgspec
 
 from fsref.config import StoreSection
 from fsref.errors import FsrefError, StoreError
+from fsref.journal.file import sync_folder
 from fsref.store import Store, open_root, probe
 from fsref.store.open import posix_root
-from fsref.store.posix import raise_mapped
+from fsref.store.posix import raise_mapped, share
 
 Status = Literal["ok", "absent", "failed"]
 BYTES_TRIED: Final = 1 << 20
@@ -32,6 +35,8 @@ SKEW_S_MAX: Final = 300.0
 """S3 refuses requests beyond 15 minutes; nothing else depends on clocks."""
 FILES_MIN: Final = 1024
 MEMORY_MIN: Final = 2 << 30
+OTHER_USER: Final = 65534
+"""nobody"""
 PYTHON: Final = ((3, 11), (3, 14))
 
 
@@ -213,7 +218,7 @@ def capabilities(store: Store) -> Check:
 
 
 def _posix_checks(folder: Path) -> Iterator[Check]:
-    first, second = folder / "probe-1", folder / "probe-2"
+    first, second, third = folder / "probe-1", folder / "probe-2", folder / "probe-3"
 
     def mapped(name: str, done: str, work: Callable[[], object]) -> Check:
         def tried() -> None:
@@ -228,18 +233,87 @@ def _posix_checks(folder: Path) -> Iterator[Check]:
     try:
         fd = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
         os.write(fd, b"\0" * 4096)
+        yield mapped("create", "a name that is there is not created again", lambda: _create_again(first))
         yield mapped("fsync", "file made durable", lambda: os.fsync(fd))
-        yield mapped("lock", "flock works, as journals need it", lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        yield mapped("lock", "flock works and keeps others out, as journals need it", lambda: _lock(fd, first))
         yield clock(os.fstat(fd).st_mtime)
-        yield mapped("link", "exclusive names by hard link", lambda: os.link(first, second))
-        yield mapped("rename", "atomic rename", lambda: first.rename(folder / "probe-3"))
+        yield mapped("link", "exclusive names by hard link", lambda: _link_twice(first, second))
+        yield mapped("rename", "atomic rename, over a file too", lambda: _rename_over(second, third))
+        yield mapped("folder fsync", "names made durable", lambda: sync_folder(folder))
+        yield shared(folder)
     except OSError as e:
         yield Check("write", "failed", f"{folder}: {e.strerror}")
     finally:
         if fd >= 0:
             os.close(fd)
-        for path in (first, second, folder / "probe-3"):
+        for path in (first, second, third):
             path.unlink(missing_ok=True)
+
+
+def _create_again(path: Path) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    raise StoreError(f"{path} was created twice: exclusive creation does not work here")
+
+
+def _lock(fd: int, path: Path) -> None:
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    other = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(other)
+    raise StoreError(
+        f"two descriptors of {path} were locked at once: locks do nothing here, and a live process would be taken for a dead one"
+    )
+
+
+def _link_twice(first: Path, second: Path) -> None:
+    os.link(first, second)
+    try:
+        os.link(first, second)
+    except FileExistsError:
+        return
+    raise StoreError(f"{second} was linked twice: two processes could adopt the same one")
+
+
+def _rename_over(source: Path, target: Path) -> None:
+    target.write_bytes(b"older")
+    with target.open("rb") as reader:
+        source.rename(target)
+        if reader.read() != b"older" or target.stat().st_size != 4096:
+            raise StoreError(f"renaming over {target} changed what a reader of the older file sees, or did not replace it")
+
+
+def shared(folder: Path) -> Check:
+    """Whether another user of the same group may remove what this one wrote. Only root can try; a run of one user does not need it."""
+    name, start = "shared removal", time.perf_counter()
+    inner = folder / "probe-shared"
+    program = shutil.which("rm")
+    if os.geteuid() or program is None:
+        return Check(name, "ok", "not tried: only root can act as another user; a run whose roles are one user does not need it")
+    inner.mkdir()
+    try:
+        fd = os.open(inner, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            share(fd)
+        finally:
+            os.close(fd)
+        (inner / "file").touch(0o640)
+        command = [program, "-f", "file"]
+        subprocess.run(command, cwd=inner, user=OTHER_USER, group=inner.stat().st_gid, extra_groups=[], capture_output=True, check=False)
+        if not (inner / "file").exists():
+            return Check(name, "ok", "another user of the same group removes what this one wrote", time.perf_counter() - start)
+    except (OSError, subprocess.SubprocessError) as e:
+        return Check(name, "absent", f"cannot be tried: {e}")
+    finally:
+        (inner / "file").unlink(missing_ok=True)
+        inner.rmdir()
+    return Check(name, "absent", "another user of the same group may not remove what this one wrote: run all roles as one user")
 
 
 def clock(written: float) -> Check:

@@ -84,9 +84,12 @@ class Resources:
         self._decoders.shutdown(wait=True, cancel_futures=True)
         self.writers.shutdown(wait=True, cancel_futures=True)
         counters = self.counters
-        pending = self.holder.close()
-        self.store.close()
-        logger.info("incarnation %s closed: %s, %d removals pending", self.holder.inc, counters, pending)
+        try:
+            pending = self.holder.close()
+        finally:
+            self.store.close()
+        why = f" ({self.holder.pending_why})" if pending else ""
+        logger.info("incarnation %s closed: %s, %d removals pending%s", self.holder.inc, counters, pending, why)
 
 
 def make_quota(config: Config, store: Store, holder: EnvHolder) -> Quota | None:

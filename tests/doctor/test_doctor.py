@@ -1,6 +1,8 @@
 """What the doctor finds, says and leaves behind."""
 
+import fcntl
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -13,11 +15,14 @@ import pytest
 from fsref import doctor
 from fsref.cli.check import line, main
 from fsref.doctor import Check, clock, examine, failed, filesystem, packages, required, root_checks
+from tests.support import disks, needs
+
+POSIX = ["create", "fsync", "lock", "clock", "link", "rename", "folder fsync", "shared removal"]
 
 
 def test_a_good_folder_passes_every_operation_and_is_left_as_it_was(tmp_path: Path) -> None:
     checks = list(root_checks(str(tmp_path)))
-    assert [c.name for c in checks] == ["root", "publish", "read", "list", "delete", "fsync", "lock", "clock", "link", "rename"]
+    assert [c.name for c in checks] == ["root", "publish", "read", "list", "delete", *POSIX]
     assert not failed(checks), checks
     assert all(c.seconds is not None for c in checks if c.name != "clock")
     assert list(tmp_path.iterdir()) == []
@@ -45,16 +50,8 @@ def test_a_root_that_cannot_be_used_is_one_failed_line(tmp_path: Path, root: str
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 256 KiB; needs the right to mount."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    try:
+    with disks.tmpfs(tmp_path / "small") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(small_disk: Path) -> None:
@@ -70,6 +67,45 @@ def test_a_read_only_disk_is_named(small_disk: Path) -> None:
     checks = list(root_checks(str(small_disk)))
     assert [(c.name, c.status) for c in checks] == [("root", "failed")]
     assert "Read-only file system" in checks[0].detail
+
+
+def promise_nothing(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A filesystem that says yes and does not do it."""
+    if what == "lock":
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    elif what == "link":
+        monkeypatch.setattr(os, "link", lambda a, b: Path(b).write_bytes(Path(a).read_bytes()))
+    elif what == "create":
+        real = os.open
+        monkeypatch.setattr(os, "open", lambda path, flags, *a, **k: real(path, flags & ~os.O_EXCL, *a, **k))
+    else:
+        monkeypatch.setattr(Path, "rename", lambda a, b: Path(b).write_bytes(a.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("lock", "locks do nothing here"), ("link", "linked twice"), ("create", "created twice"), ("rename", "changed what a reader")],
+)
+def test_a_filesystem_that_does_not_keep_its_word_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, said: str) -> None:
+    promise_nothing(monkeypatch, what)
+    check = next(c for c in doctor._posix_checks(tmp_path) if c.name == what)
+    monkeypatch.undo()
+    assert check.status == "failed"
+    assert said in check.detail
+
+
+def test_a_group_that_may_not_remove_is_named_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs.root()
+    assert doctor.shared(tmp_path).detail == "another user of the same group removes what this one wrote"
+    monkeypatch.setattr(doctor, "share", lambda _: None)
+    before = os.umask(0o077)
+    try:
+        check = doctor.shared(tmp_path)
+    finally:
+        os.umask(before)
+    assert check == Check("shared removal", "absent", check.detail)
+    assert "run all roles as one user" in check.detail
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_packages_are_read_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

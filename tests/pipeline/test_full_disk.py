@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import disks
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 16 KiB; needs the right to mount."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    try:
+    with disks.tmpfs(tmp_path / "small", size="16k") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def run(root: Path) -> "subprocess.CompletedProcess[str]":

@@ -272,7 +272,7 @@ def test_a_step_that_is_waited_for_on_another_client_is_seen_whole(nodes: Nodes)
             n=0, bytes=0, sum=0, version=0, schema=nodes.on_a.run.schema, digests=(digest(data),),
         )  # fmt: skip
         seen: list[StepInfo] = []
-        waiter = threading.Thread(target=lambda step=step, seen=seen: seen.append(wait(there, step, deadline_s=60, poll_s=0.001)))  # type: ignore[misc]
+        waiter = threading.Thread(target=lambda step=step, seen=seen: seen.append(wait(there, step, deadline_s=60, poll_s=0.001)))
         waiter.start()
         publish(here, info, [data])
         waiter.join(90)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fsref.errors import MissingArrays, StepError, StoreUnavailable
-from fsref.steps import MicroBatch, RankFile
+from fsref.steps import MicroBatch, RankFile, rank_file_name
 from fsref.trainer.feed import StepFeed
 from tests.trainer.runs import DEADLINE_S, RUN, SmallRun
 
@@ -91,6 +91,19 @@ def test_a_store_that_does_not_answer_is_asked_again_and_its_words_are_kept(smal
     ) as steps:
         wait_until(lambda: steps.trouble == "the store is away")
         away.back = True
+        assert steps.wait(0, timeout_s=DEADLINE_S) is not None
+
+
+@pytest.mark.fault(13)
+@pytest.mark.payload("G10")
+def test_a_rank_file_that_shows_after_its_step_is_waited_for(small: SmallRun) -> None:
+    """Another node's client may see the two names in any order."""
+    small.publish_step(0)
+    path = small.run_dir / rank_file_name(0, 0)
+    path.rename(small.folder / "away")
+    with feed(small, Started(), ahead=0) as steps:
+        wait_until(lambda: "No such file" in steps.trouble)
+        (small.folder / "away").rename(path)
         assert steps.wait(0, timeout_s=DEADLINE_S) is not None
 
 
