@@ -64,6 +64,8 @@ class FaultyStore(PosixStore):
 class Stage:
     """One run."""
 
+    _durability: Durability = "process"
+
     def __init__(self, root: Path, *, strict: bool = False, adopt_poll_s: float = 3600.0, durability: Durability = "process") -> None:
         self.root = root
         self.store = FaultyStore(root / RUN)
@@ -73,7 +75,7 @@ class Stage:
         self.section = LedgerSection(strict=strict, batch_wait_s=0.01, adopt_poll_s=adopt_poll_s, adopt_drain_s=0.0)
         self.batches: dict[int, list[str]] = {}
         self._requests = 0
-        self._durability: Durability = durability
+        self._durability = durability
 
     def env(self, label: str = "math-0-0") -> EnvHolder:
         return EnvHolder(self.store, self.ledger, run=self.run, label=label, section=self.section)
