@@ -13,7 +13,7 @@ import renderers.client
 from fsref.envserver.capture import Capture
 from fsref.envserver.generate import Adapter
 from fsref.errors import WireError
-from fsref.refs import Dense, Ragged
+from fsref.refs import Dense, Lints, Ragged
 from tests.envserver.engine import Engine, Seen, _compact, head_of, routing_of
 
 TRACE = "t"
@@ -149,3 +149,14 @@ def test_replies_are_decoded_outside_the_event_loop(http: Http, capture: Capture
     ask(http, capture, prompt=[5, 6])
     assert threads
     assert threading.main_thread().name not in threads
+
+
+@pytest.mark.payload("E3")
+def test_what_a_lint_refuses_fails_the_request_and_what_it_warns_of_passes(capture: Capture) -> None:
+    choice = {"index": 0, "token_ids": [7], "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}]}, "sampling_mask": [[5, 6]]}
+    raw = json.dumps({"choices": [choice]}).encode()
+    body = {"token_ids": [1, 2], "sampling_params": {}}
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(WireError, match="sampled token 7 is not among"):
+            Adapter(capture, pool, None).read(raw, body, trace_id=None, head=None)
+        Adapter(capture, pool, None, (), Lints(sampled_outside="warn")).read(raw, body, trace_id=None, head=None)

@@ -4,13 +4,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsref.errors import MissingArrays, PayloadError
 from fsref.orchestrator.filters import Reason, Rules, select
-from fsref.refs import Schema
+from fsref.orchestrator.metrics import selection_metrics
+from fsref.refs import Schema, TokenRange
 
 RULES = Rules(
     fields=("routed_experts",),
@@ -142,3 +144,26 @@ def test_every_sample_comes_out_exactly_once(make: Any, schema: Schema, rows: li
     objects = [o for s in out.samples for o in s.objects] + [o for d in out.dropped for o in d.objects]
     assert Counter(objects) == Counter(o for s in samples for o in s.objects)
     assert all(6 - s.version <= 2 and s.token_count <= 8 and s.trains for s in out.samples)
+
+
+@pytest.mark.payload("A8", "A14", "G8")
+def test_coverage_and_lints_are_counted_per_sample_whatever_the_policy(make: Any, schema: Schema) -> None:
+    ids = (5, 6, 7, 8)
+    partial = make.ref(ids, missing={"routed_experts": (TokenRange(1, 2), TokenRange(3, 4))})
+    absent = make.ref(ids, fields=("routed_experts",), missing={"sampling_mask": (TokenRange(0, 4),)})
+    looks_wrong = msgspec.structs.replace(make.ref(ids), lints=(0, 0, 5, 0))
+    samples = [make.sample(f"{t}/0", ref=r, reward=v) for t, r, v in (("a", partial, 1.0), ("b", absent, 0.0), ("c", looks_wrong, 0.5))]
+    rules = replace(RULES, fields=("routed_experts", "sampling_mask"), missing="fallback")
+    selection = select(samples, schema, rules, step=0)
+    assert (len(selection.samples), selection.incomplete) == (3, 2)
+    found = selection_metrics(selection, schema, step=0)
+    assert {k: v for k, v in found.items() if k.startswith(("coverage/", "lints/"))} == {
+        "coverage/routed_experts/partial": 1.0,
+        "coverage/routed_experts/rows_missing": 2.0,
+        "coverage/sampling_mask/absent": 1.0,
+        "coverage/sampling_mask/rows_missing": 4.0,
+        "lints/duplicate_ids": 5.0,
+        "lints/duplicate_ids_samples": 1.0,
+    }
+    with pytest.raises(MissingArrays, match=r"run.fields needs 'routed_experts', its rows of tokens"):
+        select(samples[:1], schema, replace(rules, missing="strict"), step=0)

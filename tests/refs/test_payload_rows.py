@@ -36,7 +36,7 @@ from fsref.refs import (
 )
 from fsref.refs import export as exports
 from fsref.store import Store, open_root
-from fsref.wire import modelconfig, routing
+from fsref.wire import modelconfig, routing, text
 from fsref.wire.modelconfig import ModelShape, model_shape
 from fsref.wire.npy import encode_npy
 from fsref.writer import Receipts, Writer
@@ -428,7 +428,7 @@ def test_rows_are_dense_only_on_request_and_heads_of_different_k_stand_side_by_s
 def test_after_the_first_decode_only_raw_bytes_move(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).integers(1, 16, (40, 2, 2)).astype(np.uint8)
     decodes: list[int] = []
-    real = routing.decode_base64
+    real = text.decode_base64
 
     def counting(*args: Any, **kwargs: Any) -> bytes:
         decodes.append(1)

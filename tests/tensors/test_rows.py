@@ -80,8 +80,14 @@ def test_a_stage_gets_its_layers_and_their_ids_to_compare_with_what_it_consumed(
 def test_a_model_that_routes_in_layers_without_rows_is_refused() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "head_dim": 8, "vocab_size": 16}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "head_dim": 8, "vocab_size": 16}
+    heads: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     config = Qwen3MoeConfig(**sizes, **heads)
     model = Qwen3MoeForCausalLM(config)
     with pytest.raises(ConfigError, match=r"covers the layers \[0\], but the model also routes in \[1\]"):
