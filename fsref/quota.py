@@ -8,6 +8,7 @@ Owns the bound and the waiting. Refuses to remove anything.
 """
 
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from typing import Final
 
 from fsref.errors import LedgerError, StoreFull, StoreUnavailable
 from fsref.store import Store
+
+logger = logging.getLogger(__name__)
 
 POLL_MIN_S: Final = 0.05
 POLL_MAX_S: Final = 2.0
@@ -100,6 +103,9 @@ class Quota:
                 if attempt == 0:
                     with self._changed:
                         self.waits += 1
+                    logger.warning(
+                        "a put of %d bytes waits for room: %d of this worker's %d are used", byte_count, self._bound, self._share
+                    )
                 attempt += 1
                 left = self._wait_s - (monotonic() - start)
                 if left <= 0:
