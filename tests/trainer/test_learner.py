@@ -1,9 +1,12 @@
 """Gradients and updates of one rank against plain autograd."""
 
+import msgspec
 import pytest
 import torch
 
 from fsref.config import Config, LossSection, ParallelSection, TrainerSection
+from fsref.errors import ConfigError
+from fsref.refs import Schema
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.learner import Learner
 from fsref.trainer.loss import micro_batch_loss, trained_rows
@@ -131,3 +134,11 @@ def test_the_comparison_pass_measures_the_other_way_and_changes_no_bit_of_the_up
     assert with_.other_rows_different == expected.routing_rows_different
     assert (with_.sums["loss"], without.other_sums["tokens"]) == (without.sums["loss"], 0.0)
     assert (with_.routing_rows_different == 0) is replay
+
+
+@pytest.mark.payload("B11")
+def test_physical_expert_ids_are_not_replayed_as_logical_ones() -> None:
+    config = settings()
+    physical = Schema(tuple(msgspec.structs.replace(f, id_space="physical") if f.expert_count else f for f in SCHEMA.fields))
+    with pytest.raises(ConfigError, match="physical expert ids"):
+        Learner(tiny_model(), alone(config), physical, config)
