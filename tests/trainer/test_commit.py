@@ -88,6 +88,8 @@ def test_an_object_that_was_gone_already_is_reported_as_absent(small: SmallRun) 
 class Stubborn:
     """A store that refuses to remove one name."""
 
+    bulk_delete_max = 1
+
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name, self.url = store, name, store.url
 
