@@ -3,6 +3,7 @@
 verifiers' broker answers a cancel of a finished run itself, drops replies to clients that are gone in silence, ends with an error when a
 client leaves right after a health check or a cancel, and never notices that a worker died: runs on it would wait for ever. Here the
 worker that served a request is remembered; a late cancel, or a client that is gone, reaches it as a cancel, which it reads as a nack;
+a new orchestrator's session is told to every worker, an acknowledgement to the one that kept;
 and the death of any worker stops the whole replica.
 
 Owns that. Refuses to remove objects: only the worker that kept them, or its adopter, may.
@@ -24,11 +25,17 @@ import zmq
 from verifiers.v1.serve.pool import EnvServerPool
 
 from fsref.envserver.worker import cancel_target
+from fsref.episodes.session import control, read_hello
+from fsref.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 REQUESTS_MAX: Final = 65_536
 """Requests whose worker is remembered; what falls out is settled by adoption (ledger.md section 5)."""
+
+
+SESSIONS_MAX: Final = 256
+"""Sessions that are known to have been told."""
 
 
 @dataclass
@@ -46,6 +53,7 @@ class KeepingPool(EnvServerPool):  # type: ignore[misc]  # verifiers is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._sessions: dict[str, None] = {}
         self._served: OrderedDict[bytes, _Served] = OrderedDict()
         self._stopping = threading.Event()
         self.frontend.send_multipart = partial(self._send, self.frontend.send_multipart)
@@ -71,12 +79,37 @@ class KeepingPool(EnvServerPool):  # type: ignore[misc]  # verifiers is untyped
 
     async def _receive(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         frames = await inner(*args, **kwargs)
+        if len(frames) == 4 and frames[2] in (b"health", b"run"):
+            await self._hear(frames[3])
         if len(frames) == 4 and frames[2] == b"cancel":
             target = cancel_target(frames[3]).encode()
             served = self._served.get(target)
             if served is not None and served.replied:  # before that, verifiers forwards it
                 await _tell(served, target)
         return frames
+
+    async def _hear(self, payload: bytes) -> None:
+        """A new session is told to every worker, an acknowledgement to the one that kept."""
+        try:
+            hello = read_hello(payload)
+        except ConfigError as e:
+            logger.warning("%s", e)  # the worker that gets such a run refuses it
+            return
+        if hello is None:
+            return
+        if hello.owns_workers and hello.session not in self._sessions:
+            self._sessions[hello.session] = None
+            while len(self._sessions) > SESSIONS_MAX:
+                del self._sessions[next(iter(self._sessions))]
+            for worker in self.workers:
+                await worker["dealer"].send_multipart([uuid.uuid4().hex.encode(), b"session", control(hello.session)])
+        taken: dict[Any, list[str]] = {}
+        for request_id in hello.acks:
+            served = self._served.pop(request_id.encode(), None)
+            if served is not None:
+                taken.setdefault(served.dealer, []).append(request_id)
+        for dealer, acks in taken.items():
+            await dealer.send_multipart([uuid.uuid4().hex.encode(), b"session", control(hello.session, acks)])
 
     async def _send(self, inner: Any, frames: list[Any], *args: Any, **kwargs: Any) -> Any:
         request_id, kind = _bytes(frames[1]), _bytes(frames[2])

@@ -9,6 +9,8 @@ from fsref.config import Config, EnvSection, parse, quota_share
 from fsref.envserver.capture import Capture
 from fsref.envserver.generate import Adapter, open_fields
 from fsref.errors import ConfigError
+from fsref.journal.markers import is_adopted
+from fsref.journal.place import Ledger
 from fsref.journal.run import RunInfo, read_run
 from fsref.quota import Quota
 from fsref.reaper import EnvHolder
@@ -75,6 +77,17 @@ class Resources:
     def counters(self) -> dict[str, float]:
         """Gauges and counts of this worker: the ledger's (``pending_delete`` is the depth of the deletion queue) and the quota's."""
         return {**self.holder.counters, **(self.quota.counters if self.quota else {})}
+
+    def rotate(self) -> str:
+        """Ends the incarnation and opens the next; only while no put is under way. Blocks. Raises ``LedgerError``, ``StoreError``."""
+        before, counters = self.holder.inc, self.holder.counters
+        inc = self.holder.rotate()
+        logger.info("incarnation %s closed for the next session: %s", before, counters)
+        return inc
+
+    def is_adopted(self, inc: str) -> bool:
+        """Whether somebody adopted an incarnation of this run."""
+        return is_adopted(Ledger.of(self.store, Path(self.config.run.run_dir) / "ledger"), inc)
 
     def close(self) -> None:
         """Waits for threads, drops what was never sent, ends the incarnation."""

@@ -7,7 +7,8 @@ Where it hooks in (verifiers.md of the design names the failure that each guards
 - ``_run``: whatever ends a request without a reply gives its objects up; the reply's head lists them;
 - ``frontend.send_multipart``: hands the right to the client exactly when the reply goes to the transport, takes it back if that refuses,
   and cancels the run of a client that is gone;
-- ``_handle``: a cancel that comes after the reply is a nack.
+- ``_handle``: a cancel that comes after the reply is a nack; a new orchestrator's session, in a health check, a run or a word of the
+  broker, ends the incarnation and begins another (``sessions``).
 
 Owns that wiring. What to keep is ``payloads``, how ``keep``, who may remove the ledger's holder.
 """
@@ -18,9 +19,10 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgpack
 import zmq
@@ -28,12 +30,14 @@ from verifiers.v1.serve.delta import unpack
 from verifiers.v1.serve.server import EnvServer
 
 from fsref.config import parse
-from fsref.envserver.keep import KeepJob
+from fsref.envserver.keep import KeepJob, Kept
 from fsref.envserver.payloads import branch_payload
 from fsref.envserver.resources import Resources, Settings, model_folder, section
+from fsref.envserver.sessions import Sessions
 from fsref.envserver.tokenizer import warm
 from fsref.episodes.branches import KEY, Branch, head_of, info_of, training_branches
-from fsref.errors import Fenced, FsrefError, JournalPoisoned
+from fsref.episodes.session import Hello, read_hello
+from fsref.errors import ConfigError, Fenced, FsrefError, JournalPoisoned, StoreError
 from fsref.refs import Payload, PayloadRef
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,9 @@ class _Request:
 
 
 _request: ContextVar[_Request] = ContextVar("fsref_request")
+_hello: ContextVar["Hello | ConfigError | None"] = ContextVar("fsref_hello", default=None)
+END_S: Final = 30.0
+"""How long cancelled runs and the writes under way may take to end when a new session begins; after that the worker stops."""
 
 
 class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
@@ -66,6 +73,10 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
         super().__init__(*args, **kwargs)
         self._own = Resources.open(self.settings, worker=worker_index(self.address))
         self._unsent: dict[str, _Request] = {}
+        self._session = Sessions(self._own, self._end_all)
+        self._active: dict[str, asyncio.Task[Any]] = {}
+        """Runs that were admitted, by request id."""
+        self._puts: set[Future[Kept]] = set()
         type(self).live = self
         self.env.run_slot = functools.partial(self._run_slot, self.env.run_slot)
         self.frontend.send_multipart = functools.partial(self._send, self.frontend.send_multipart)
@@ -115,7 +126,10 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
             return
         request.job = KeepJob(functools.partial(self._payloads, episode.traces), self._own.writer, self._own.holder)
         try:
-            kept = await asyncio.get_running_loop().run_in_executor(self._own.writers, request.job.run)
+            put = request.job.start(self._own.writers)
+            self._puts.add(put)
+            put.add_done_callback(self._puts.discard)
+            kept = await asyncio.wrap_future(put)
         except asyncio.CancelledError:
             request.job.give_up()
             raise
@@ -140,6 +154,11 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
 
     async def _run(self, req: Any, client_id: bytes, request_id: bytes) -> Any:
         request = _Request(request_id.decode())
+        await self._admit()
+        task = asyncio.current_task()
+        assert task is not None
+        self._active[request.request_id] = task
+        task.add_done_callback(lambda _: self._active.pop(request.request_id, None))
         token = _request.set(request)
         try:
             response = await super()._run(req, client_id, request_id)
@@ -154,9 +173,60 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
         return response
 
     async def _handle(self, client_id: bytes, request_id: bytes, method: bytes, payload: bytes) -> None:
+        if method in (b"health", b"run", b"session"):
+            hello = _read(payload)
+            _hello.set(hello)
+            if isinstance(hello, Hello) and method != b"run":
+                await self._hear(hello)
+            if method == b"session":
+                return  # from our broker, which waits for no answer
         if method == b"cancel" and (target := cancel_target(payload)) and target not in self._running:
             self._nack(target)
         await super()._handle(client_id, request_id, method, payload)
+
+    async def _admit(self) -> None:
+        """A run waits until its session is the current one. Raises ``ConfigError`` for a client of another version, ``Fenced`` for an
+        orchestrator that was declared dead.
+        """
+        hello = _hello.get()
+        if isinstance(hello, ConfigError):
+            raise hello
+        if hello is None:
+            raise ConfigError(
+                "the run names no session: this env server keeps arrays and serves fsref's orchestrator and eval command only"
+            )
+        try:
+            await self._session.enter(hello)
+        except (JournalPoisoned, StoreError) as e:
+            self._stop(e)
+            raise
+
+    async def _hear(self, hello: Hello) -> None:
+        for request_id in hello.acks:
+            self._own.holder.delivered(request_id)
+        try:
+            await self._session.enter(hello)
+        except Fenced as e:
+            logger.warning("%s", e)
+        except (JournalPoisoned, StoreError) as e:
+            self._stop(e)
+
+    async def _end_all(self) -> None:
+        """Cancels every admitted run and waits until none can keep any more: then, and only then, the incarnation may end."""
+        tasks = set(self._active.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=END_S)
+            if late:
+                raise StoreError(f"{len(late)} runs of the session before did not end within {END_S:g} s of their cancel")
+        if self._puts:
+            _, busy = await asyncio.to_thread(wait, set(self._puts), END_S)
+            if busy:
+                raise StoreError(f"{len(busy)} writes of the session before did not end within {END_S:g} s")
+        for request in self._unsent.values():
+            self._give_up(request)
+        self._unsent.clear()
 
     async def _send(self, inner: Any, frames: list[Any], *args: Any, **kwargs: Any) -> Any:
         request_id, kind = bytes(frames[1]).decode(), bytes(frames[2])
@@ -203,6 +273,14 @@ class KeepingServer(EnvServer):  # type: ignore[misc]  # verifiers is untyped
         if type(self).failed is None:
             type(self).failed = error
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read(payload: bytes) -> "Hello | ConfigError | None":
+    """What a request says about its session; an error is kept for the run's own reply."""
+    try:
+        return read_hello(payload)
+    except ConfigError as e:
+        return e
 
 
 def worker_index(address: str) -> int:

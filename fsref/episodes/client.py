@@ -88,9 +88,13 @@ class _Replica:
 class EpisodeClient:
     """Runs episodes of one ``[[env]]`` source. Start it, close it; a context manager. One event loop."""
 
-    def __init__(self, *, env: EnvSection, envs_dir: Path, run: str, run_uuid: str, abandoned: Abandoned) -> None:
-        """``abandoned(request_id, {object id: bytes})`` is called on the event loop for a reply that arrived and is not returned."""
+    def __init__(self, *, env: EnvSection, envs_dir: Path, run: str, run_uuid: str, session: str, abandoned: Abandoned) -> None:
+        """``session``: the consumer's incarnation; env workers begin a new one of their own when another orchestrator's comes.
+
+        ``abandoned(request_id, {object id: bytes})`` is called on the event loop for a reply that arrived and is not returned.
+        """
         self._env, self._envs_dir, self._run, self._run_uuid, self._abandoned = env, envs_dir, run, run_uuid, abandoned
+        self._session = session
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Condition()
         self._wait_s = 120.0
@@ -252,12 +256,12 @@ class EpisodeClient:
         self._down(known, "it is connected to anew")
         await known.client.close()
         known.old.append(known.client)
-        known.client = WireClient(record.address, abandoned=self._abandoned)
+        known.client = WireClient(record.address, session=self._session, abandoned=self._abandoned)
         known.address, known.record = record.address, record
         known.watch = asyncio.create_task(self._watch(known))
 
     def _connect(self, label: str, address: str, record: Address | None) -> None:
-        replica = _Replica(label, address, WireClient(address, abandoned=self._abandoned), record)
+        replica = _Replica(label, address, WireClient(address, session=self._session, abandoned=self._abandoned), record)
         self._replicas[label] = replica
         replica.watch = asyncio.create_task(self._watch(replica))
 

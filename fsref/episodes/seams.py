@@ -60,6 +60,7 @@ _FIELDS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("verifiers.v1.trace", "AgentInfo", ("name", "trainable")),
     ("verifiers.v1.trace", "Branch", ("index", "nodes", "trainable")),
     ("verifiers.v1.episode", "Episode", ("ok", "errors", "traces")),
+    ("verifiers.v1.serve.types", "HealthRequest", ()),
     ("verifiers.v1.serve.types", "RunRequest", ("task_data", "client", "model", "sampling")),
     ("verifiers.v1.serve.types", "RunResponse", ("head", "traces", "success", "error")),
     ("verifiers.v1.configs.client", "TrainClientConfig", ("type", "base_url", "renderer", "renderer_model_name", "api_key_var")),

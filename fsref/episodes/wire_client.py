@@ -7,22 +7,26 @@ replies find no request and are ignored.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from fsref.episodes.branches import head_objects
+from fsref.episodes.session import ACKS_MAX, Hello, with_hello
 from fsref.errors import MissingExtra, ReplicaDown
 
 try:
     import zmq
     from verifiers.v1.serve.client import EnvClient
-    from verifiers.v1.serve.types import RunRequest
+    from verifiers.v1.serve.types import HealthRequest, RunRequest
 except ImportError as _error:
     raise MissingExtra.of("verifiers", "verifiers") from _error
 
+ACKS_HELD_MAX: Final = 65_536
+"""Acknowledgements that wait for the next health check; more only make the servers' gauge of unclaimed objects too high."""
 Abandoned = Callable[[str, Mapping[str, int]], None]
 """Called with the request id and the objects (id to bytes) of a reply that arrived and will not be returned."""
 
@@ -49,11 +53,25 @@ class ServerRefused(RuntimeError):
         self.kind, self.detail = kind, detail
 
 
+class _Hailed:
+    """A request that says for whom."""
+
+    def __init__(self, request: Any, hello: Hello) -> None:
+        self._request, self._hello = request, hello
+        self.method: str = request.method
+
+    def model_dump(self, **kwargs: Any) -> dict[str, Any]:
+        return with_hello(self._request.model_dump(**kwargs), self._hello)
+
+
 class WireClient(EnvClient):  # type: ignore[misc]  # verifiers is untyped
     """A connection. Close it; use from one event loop."""
 
-    def __init__(self, address: str, *, abandoned: Abandoned) -> None:
+    def __init__(self, address: str, *, session: str, abandoned: Abandoned) -> None:
+        """``session``: the incarnation of the consumer behind it."""
         super().__init__(address)
+        self._session = session
+        self._acks: deque[str] = deque(maxlen=ACKS_HELD_MAX)
         self._abandoned = abandoned
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -71,10 +89,16 @@ class WireClient(EnvClient):  # type: ignore[misc]  # verifiers is untyped
         except BaseException:
             if call.replied:
                 self._abandoned(call.request_id, call.objects)
+                self._taken(call)
             raise
         finally:
             _call.reset(token)
+        self._taken(call)  # by the caller, before anything else runs on this loop
         return call.request_id, call.objects, found
+
+    def _taken(self, call: _Call) -> None:
+        if call.objects:
+            self._acks.append(call.request_id)
 
     def fail(self, error: ReplicaDown) -> None:
         """Ends every request in flight with ``error`` and tells the server, should it live, that none will be taken."""
@@ -86,10 +110,14 @@ class WireClient(EnvClient):  # type: ignore[misc]  # verifiers is untyped
 
     async def _request(self, request: Any, response_type: Any, timeout: float | None = None, on_delta: Any = None) -> Any:
         if not isinstance(request, RunRequest):
+            if isinstance(request, HealthRequest):
+                acks = tuple(self._acks.popleft() for _ in range(min(ACKS_MAX, len(self._acks))))
+                request = _Hailed(request, Hello(session=self._session, acks=acks))
             return await super()._request(request, response_type, timeout, on_delta)
         call = _call.get()
+        hailed = _Hailed(request, Hello(session=self._session))
         try:
-            response = await super()._request(request, response_type, timeout, on_delta)
+            response = await super()._request(hailed, response_type, timeout, on_delta)
         except ReplicaDown:
             raise
         except RuntimeError as e:  # verifiers' word for a reply that reports a failure

@@ -64,7 +64,7 @@ async def open_session(config: Config, *, role: Literal["orc", "evl"], splits: S
         try:
             custody = Custody(holder)
             async with contextlib.AsyncExitStack() as clients:
-                started = [await clients.enter_async_context(_client(e, run_dir, info, custody)) for e in envs]
+                started = [await clients.enter_async_context(_client(e, run_dir, info, custody, holder.inc)) for e in envs]
                 await _start(started, deadline_s=config.orchestrator.replica_wait_s)
                 tasks = [await asyncio.to_thread(_tasks, e) for e in envs]
                 sources = [_source(config, e, c, t) for e, c, t in zip(envs, started, tasks, strict=True)]
@@ -96,11 +96,11 @@ def _tasks(env: EnvSection) -> list[Task]:
     return list(load_tasks(env, limit=TASKS_MAX))
 
 
-def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody) -> EpisodeClient:
+def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody, session: str) -> EpisodeClient:
     def abandoned(request_id: str, objects: Mapping[str, int]) -> None:
         custody.drop(custody.take(request_id, objects), Reason.LATE)
 
-    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run=info.run, run_uuid=info.run_uuid, abandoned=abandoned)
+    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run=info.run, run_uuid=info.run_uuid, session=session, abandoned=abandoned)
 
 
 async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None:

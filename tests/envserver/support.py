@@ -26,6 +26,8 @@ from tests.envserver import model_folder
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 """Generous: machines that run tests are often busy. Nothing waits this long unless it fails."""
+EVL = "evl.tests.00000000000000e1"
+"""A session that leaves the workers' incarnations alone."""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 8, "min_p": 0.0, "max_tokens": 6, "logprobs": 3}
 SCHEMA = Schema(
     (
@@ -243,7 +245,7 @@ Abandoned = list[tuple[str, dict[str, int]]]
 
 
 def with_client(
-    run: Run, env: str, body: Callable[[EpisodeClient], Coroutine[Any, Any, Any]], *, abandoned: Abandoned | None = None
+    run: Run, env: str, body: Callable[[EpisodeClient], Coroutine[Any, Any, Any]], *, abandoned: Abandoned | None = None, session: str = EVL
 ) -> Any:
     """Runs ``body`` with a started client of a source; what the client abandons is appended to ``abandoned``."""
     seen: Abandoned = abandoned if abandoned is not None else []
@@ -254,7 +256,7 @@ def with_client(
     async def go() -> Any:
         table = next(e for e in run.config.env if e.name == env)
         async with EpisodeClient(
-            env=table, envs_dir=run.folder / "envs", run=run.info.run, run_uuid=run.info.run_uuid, abandoned=note
+            env=table, envs_dir=run.folder / "envs", run=run.info.run, run_uuid=run.info.run_uuid, session=session, abandoned=note
         ) as client:
             await client.start(deadline_s=DEADLINE_S)
             async with asyncio.timeout(DEADLINE_S):

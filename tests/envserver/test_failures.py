@@ -217,7 +217,7 @@ from tests.envserver.support import SAMPLING, task
 async def main(folder, env, engine, uuid):
     config = load(folder / "config.json")
     table = next(e for e in config.env if e.name == env)
-    async with EpisodeClient(env=table, envs_dir=folder / "envs", run="r1", run_uuid=uuid, abandoned=print) as client:
+    async with EpisodeClient(env=table, envs_dir=folder / "envs", run="r1", run_uuid=uuid, session=EVL, abandoned=print) as client:
         await client.start(deadline_s=120)
         target = Target(base_url=engine, model="policy", tokenizer=config.model.path)
         await client.run(task(turns=3), target=target, sampling=SAMPLING)

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from verifiers.v1.serve import EnvClient
 from zarr.storage import ZipStore
 
 from fsref.episodes import BranchSample, Episode, Target
 from fsref.episodes.client import EpisodeClient
 from fsref.episodes.source import client_config, sampling_config
+from fsref.episodes.wire_client import WireClient, _Call, _call
 from fsref.errors import MissingArrays, WireError
 from fsref.plan import missing_ranges
 from fsref.refs import TokenRange, object_name
 from tests.envserver.engine import Engine, head_of, mask_of, moe_routing_of
-from tests.envserver.support import SAMPLING, SCHEMA, Replica, Run, task, until, with_client
+from tests.envserver.support import EVL, SAMPLING, SCHEMA, Replica, Run, task, until, with_client
 
 
 def run_one(run: Run, env: str, *, target: Target | None = None, sampling: dict[str, Any] = SAMPLING, **data: object) -> Episode:
@@ -119,7 +119,8 @@ def test_no_array_crosses_the_wire(run: Run, replica: Replica) -> None:
     deltas: list[dict[str, Any]] = []
 
     async def body() -> Any:
-        raw = EnvClient(replica.address)
+        raw = WireClient(replica.address, session=EVL, abandoned=print)
+        _call.set(_Call())
         try:
             return await raw.run(
                 client=client_config(run.target),

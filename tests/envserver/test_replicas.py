@@ -12,7 +12,7 @@ from fsref.episodes import Episode, EpisodeClient
 from fsref.episodes.address import address_path, publish, read
 from fsref.errors import ReplicaDown
 from tests.envserver.engine import Engine
-from tests.envserver.support import SAMPLING, Replica, Run, task, until_async, with_client
+from tests.envserver.support import EVL, SAMPLING, Replica, Run, task, until_async, with_client
 
 
 def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: Run, engine: Engine) -> None:
@@ -73,7 +73,12 @@ def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:
     async def go() -> None:
         table = next(e for e in run.config.env if e.name == "brief")
         async with EpisodeClient(
-            env=table, envs_dir=run.folder / "none", run=run.info.run, run_uuid=run.info.run_uuid, abandoned=lambda *_: None
+            env=table,
+            envs_dir=run.folder / "none",
+            run=run.info.run,
+            run_uuid=run.info.run_uuid,
+            session=EVL,
+            abandoned=lambda *_: None,
         ) as client:
             await client.start(deadline_s=0.3)
 

@@ -31,8 +31,11 @@ class FakeClient:
     world: World
     missing = False
 
-    def __init__(self, *, env: Any, envs_dir: Path, run: str, run_uuid: str, abandoned: Callable[[str, Mapping[str, int]], None]) -> None:
+    def __init__(
+        self, *, env: Any, envs_dir: Path, run: str, run_uuid: str, session: str, abandoned: Callable[[str, Mapping[str, int]], None]
+    ) -> None:
         assert (run, run_uuid) == (self.world.info.run, self.world.info.run_uuid)
+        assert session.startswith(("orc.", "evl."))
         assert envs_dir == self.world.folder / "envs"
         self.env = env
         self.abandoned = abandoned
