@@ -21,7 +21,7 @@ from fsref.errors import MissingExtra, ReplicaDown
 try:
     import zmq
     from verifiers.v1.serve.client import EnvClient
-    from verifiers.v1.serve.types import HealthRequest, RunRequest
+    from verifiers.v1.serve.types import HealthRequest, HealthResponse, RunRequest
 except ImportError as _error:
     raise MissingExtra.of("verifiers", "verifiers") from _error
 
@@ -99,6 +99,18 @@ class WireClient(EnvClient):  # type: ignore[misc]  # verifiers is untyped
     def _taken(self, call: _Call) -> None:
         if call.objects:
             self._acks.append(call.request_id)
+
+    async def health(self, timeout: float = 2.0) -> bool:
+        """Whether the server answers in time.
+
+        verifiers waits with ``asyncio.wait_for``, which until Python 3.12 loses a cancellation that comes together with the answer: the
+        task that watches a replica would go on, and closing its client would wait for it for ever.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return bool((await self._request(HealthRequest(), HealthResponse)).success)
+        except TimeoutError:
+            return False
 
     def fail(self, error: ReplicaDown) -> None:
         """Ends every request in flight with ``error`` and tells the server, should it live, that none will be taken."""
