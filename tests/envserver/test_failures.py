@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ import zmq
 
 from fsref.episodes import Episode
 from fsref.episodes.client import EpisodeClient
+from fsref.episodes.wire_client import WireClient
 from fsref.errors import JournalPoisoned, ReplicaDown, StoreFull
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
@@ -86,6 +87,13 @@ def ledger(run: Run, replica: Replica) -> Ledger:
     return Ledger(run, replica.env)
 
 
+def unacknowledged(client: EpisodeClient) -> WireClient:
+    """The client's connection, whose servers never hear that a reply was taken: as if the reply had been lost on its way."""
+    (connection,) = [r.client for r in client._replicas.values()]
+    connection._acks = deque(maxlen=0)
+    return connection
+
+
 async def first_episode(client: EpisodeClient, run: Run) -> Episode:
     """Warms the worker up, so that what follows waits for its own events alone."""
     return await client.run(task(), target=run.target, sampling=SAMPLING)
@@ -150,9 +158,9 @@ def test_cancel_in_the_final_flush(run: Run, replica: Replica, ledger: Ledger) -
 @pytest.mark.fault(18)
 def test_cancel_after_the_reply_is_a_nack(run: Run, replica: Replica, ledger: Ledger) -> None:
     async def body(client: EpisodeClient) -> None:
+        connection = unacknowledged(client)
         episode = await first_episode(client, run)
         assert set(episode.objects) <= run.objects()
-        (connection,) = [r.client for r in client._replicas.values()]
         await connection._send_cancel(episode.request_id)
         await until_async(lambda: ledger.new() == Counter(kept=1, abandoned=1), "the worker drops it")
 
@@ -162,8 +170,8 @@ def test_cancel_after_the_reply_is_a_nack(run: Run, replica: Replica, ledger: Le
 
 def test_a_second_cancel_after_the_reply_removes_nothing_more(run: Run, replica: Replica, ledger: Ledger) -> None:
     async def body(client: EpisodeClient) -> None:
+        connection = unacknowledged(client)
         first, second = await first_episode(client, run), await first_episode(client, run)
-        (connection,) = [r.client for r in client._replicas.values()]
         for _ in range(2):
             await connection._send_cancel(first.request_id)
         await connection._send_cancel("0" * 32)
@@ -212,7 +220,7 @@ import asyncio, sys
 from pathlib import Path
 from fsref.config import load
 from fsref.episodes import EpisodeClient, Target
-from tests.envserver.support import SAMPLING, task
+from tests.envserver.support import EVL, SAMPLING, task
 
 async def main(folder, env, engine, uuid):
     config = load(folder / "config.json")
