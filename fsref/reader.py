@@ -165,8 +165,9 @@ class Reader:
         self._lock = threading.Lock()
         self.counters = ReadCounters()
         local = store.posix_path is not None
-        self._request_bytes = REQUEST_BYTES_LOCAL if local else REQUEST_BYTES_REMOTE
-        self._gap_bytes = GAP_BYTES_LOCAL if local else GAP_BYTES_REMOTE
+        # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
+        self.request_bytes_max = REQUEST_BYTES_LOCAL if local else REQUEST_BYTES_REMOTE
+        self.gap_bytes_max = GAP_BYTES_LOCAL if local else GAP_BYTES_REMOTE
 
     def plan(
         self, ref: PayloadRef, *, tokens: TokenRange | None = None, fields: Sequence[str] | None = None, layers: Sequence[int] | None = None
@@ -178,8 +179,8 @@ class Reader:
             tokens=TokenRange(0, ref.token_count) if tokens is None else tokens,
             fields=[f.name for f in self._schema.fields] if fields is None else fields,
             layers=layers,
-            request_bytes_max=self._request_bytes,
-            gap_bytes_max=self._gap_bytes,
+            request_bytes_max=self.request_bytes_max,
+            gap_bytes_max=self.gap_bytes_max,
         )
 
     def submit(self, plan: ReadPlan, out: Out) -> list[Future[None]]:
@@ -306,7 +307,11 @@ class Reader:
         at = read.out_start + start - read.rows.start
         target = out.rows[at : at + (stop - start if read.copies == 1 else read.copies)]
         shape = read.field.row_shape
-        whole_rows = read.copies == 1 and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
+        whole_rows = (
+            read.copies == 1
+            and target.dtype == read.field.dtype
+            and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
+        )
         if whole_rows and not read.layers and target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
             return

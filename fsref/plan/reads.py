@@ -122,7 +122,9 @@ def plan_read(
     known = {f.name for f in schema.fields}
     if unknown := [n for n in fields if n not in known]:
         raise BadRef(f"fields {unknown} asked for, the schema has {sorted(known)}")
-    wants = _Wants(tuple(f for f in schema.fields if f.name in fields), layers, request_bytes_max, gap_bytes_max)
+    no_layer = layers is not None and not layers  # nothing of a field that has layers
+    wanted = tuple(f for f in schema.fields if f.name in fields and not (no_layer and f.layer_ids))
+    wants = _Wants(wanted, layers, request_bytes_max, gap_bytes_max)
     if is_whole(ref):
         if not len(tokens) and ref.hashed_count:
             return ReadPlan(tokens, ())
@@ -167,7 +169,7 @@ def _plan_merged(ref: PayloadRef, schema: Schema, tokens: TokenRange, wants: _Wa
                 jobs.setdefault(segment, []).append(_Job(field, TokenRange(row, row + 1), gap.start - tokens.start, len(gap)))
         overlaps += [(field.name, o) for o in coverage.overlaps if o.start < tokens.stop and o.stop > tokens.start]
     reads = [_plan_segment(ref.segments[n], schema, jobs[n], wants) for n in sorted(jobs)]
-    return ReadPlan(tokens, tuple(_with_bases(reads)), tuple(overlaps))
+    return ReadPlan(tokens, tuple(with_bases(reads)), tuple(overlaps))
 
 
 def _filler(pieces: Sequence[Piece], gap: TokenRange) -> tuple[int, int]:
@@ -178,7 +180,7 @@ def _filler(pieces: Sequence[Piece], gap: TokenRange) -> tuple[int, int]:
     return pieces[0].segment, pieces[0].start + pieces[0].shift
 
 
-def _with_bases(reads: Sequence[SegmentRead]) -> list[SegmentRead]:
+def with_bases(reads: Sequence[SegmentRead]) -> list[SegmentRead]:
     """Gives every ragged read its place in the columns, in the order of rows, so that moving values together only moves them down."""
     places = [(r.field.name, r.out_start, n, i) for n, s in enumerate(reads) for i, r in enumerate(s.fields) if r.field.ragged]
     bases: dict[tuple[int, int], int] = {}
@@ -207,7 +209,7 @@ def _plan_segment(segment: Segment, schema: Schema, jobs: Sequence[_Job], wants:
             if _touches(chunk, array, reads[n], layout):
                 read = ChunkRead(0, size, array.chunk_nbytes, n, array.column, array.flat, chunk.start, chunk.stop, chunk.layer)
                 wanted.append((start, read))
-    requests = _coalesce(wanted, wants.request_bytes_max, wants.gap_bytes_max)
+    requests = coalesce(wanted, wants.request_bytes_max, wants.gap_bytes_max)
     return SegmentRead(segment.object_id, segment.byte_count, tuple(reads), requests)
 
 
@@ -241,12 +243,14 @@ def _touches(chunk: Chunk, array: Array, read: FieldRead, layout: Layout) -> boo
     return not read.layers or any(chunk.layer <= p < chunk.layer + array.chunk_shape[1] for p in read.layers)
 
 
-def _coalesce(wanted: list[tuple[int, ChunkRead]], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:
+def coalesce(wanted: Sequence[tuple[int, ChunkRead]], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:
+    """Requests for chunks at ascending offsets; a chunk that several reads want stands in it once for each and is fetched once."""
     out: list[Request] = []
     begin = end = 0
     group: list[ChunkRead] = []
     for start, chunk in wanted:
-        if group and (start - end > gap_bytes_max or start + chunk.size - begin > request_bytes_max):
+        fetched = start + chunk.size <= end
+        if group and not fetched and (start - end > gap_bytes_max or start + chunk.size - begin > request_bytes_max):
             out.append(Request(begin, end - begin, tuple(group)))
             group = []
         if not group:

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fsref.plan import balanced_rows
 from fsref.refs import Field
 from fsref.tensors import DenseTensor, PackedMicroBatch
 
@@ -28,12 +31,6 @@ class StandIn:
     batch: PackedMicroBatch
     generated: bool
     """Its rows were made up, because no real ones are at hand."""
-
-
-def balanced_routes(token_count: int, *, layer_count: int, top_k: int, expert_count: int) -> Tensor:
-    """int32 [T, L, K]: distinct experts in each row, every expert equally often up to one, the same on every call."""
-    flat = torch.arange(token_count * top_k, dtype=torch.int32).reshape(token_count, 1, top_k) % expert_count
-    return flat.expand(token_count, layer_count, top_k).contiguous()
 
 
 class StandIns:
@@ -66,9 +63,15 @@ class StandIns:
         if self._field is None:
             return StandIn(batch, generated=False)
         if self._last is None:
-            layer_count, top_k = self._field.row_shape
-            rows = balanced_routes(token_count, layer_count=layer_count, top_k=top_k, expert_count=self._field.expert_count).to(device)
+            rows = torch.from_numpy(_generated(self._field, token_count)).to(device)
         else:
             rows = self._last[torch.arange(token_count, device=device) % len(self._last)]
         routing = DenseTensor(rows=rows, valid=torch.zeros(token_count, dtype=torch.bool, device=device))
         return StandIn(replace(batch, fields={ROUTING: routing}), generated=self._last is None)
+
+
+def _generated(field: Field, token_count: int) -> NDArray[np.int32]:
+    """[T, L, K], the same on every call: this trainer's experts are not split over ranks, and every dropped micro batch is its own."""
+    layer_count, top_k = field.row_shape
+    layer_ids = field.layer_ids or range(layer_count)
+    return balanced_rows(range(token_count), step=0, layer_ids=layer_ids, top_k=top_k, expert_count=field.expert_count, shards=1)

@@ -1,10 +1,11 @@
 """What stands in for a dropped micro batch routes like real data and trains nothing."""
 
+import pytest
 import torch
 
 from fsref.refs import routed_experts
 from fsref.tensors import DenseTensor, PackedMicroBatch
-from fsref.trainer.standin import ROUTING, StandIns, balanced_routes
+from fsref.trainer.standin import ROUTING, StandIns
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, dense, packed, random_routes, random_sequences
 
 FIELD = routed_experts(layer_ids=MOE_LAYERS, top_k=TOP_K, expert_count=EXPERTS)
@@ -66,11 +67,13 @@ def test_without_any_real_row_balanced_ones_are_generated_and_said_to_be() -> No
     assert counts.max() - counts.min() <= 1
 
 
+@pytest.mark.payload("D6", "D9")
 def test_generated_rows_hold_distinct_experts_and_are_the_same_every_time() -> None:
-    rows = balanced_routes(7, layer_count=2, top_k=3, expert_count=8)
-    assert rows.shape == (7, 2, 3)
-    assert all(len(set(r)) == 3 for token in rows.tolist() for r in token)
-    assert torch.equal(rows, balanced_routes(7, layer_count=2, top_k=3, expert_count=8))
+    rows = rows_of(StandIns(FIELD).build(tokens(7)).batch)
+    assert rows.shape == (7, len(MOE_LAYERS), TOP_K)
+    assert rows.dtype == torch.int32
+    assert all(len(set(r)) == TOP_K for token in rows.tolist() for r in token)
+    assert torch.equal(rows, rows_of(StandIns(FIELD).build(tokens(7)).batch))
 
 
 def test_a_run_without_routing_gets_stand_ins_without_it() -> None:
