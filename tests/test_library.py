@@ -1,4 +1,4 @@
-"""The library page's code runs as it stands."""
+"""The code of the library page and of the page on parallel layouts runs as it stands."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsref.plan import PackedRows
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "library.md"
+LAYOUTS = PAGE.with_name("parallel-layouts.md")
 
 
 def test_the_page_runs_and_gives_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +30,33 @@ def test_the_page_runs_and_gives_what_it_says(tmp_path: Path, monkeypatch: pytes
     assert len(names["message"]) < 300
     assert names["gaps"] == {}
     assert np.array_equal(names["tensor"].numpy(), names["experts_TLK"][:9])
+
+
+def _shown(rows: PackedRows) -> list[str]:
+    """Rows as the page's drawings have them."""
+    text = zip(rows.sequence_ids().tolist(), rows.positions().tolist(), rows.padding().tolist(), strict=True)
+    return ["_" if s < 0 else "·" if pad else f"{'ab'[s]}{p}" for s, p, pad in text]
+
+
+@pytest.mark.payload("D2", "D3", "D4", "D15", "C4", "C5")
+def test_the_page_on_layouts_runs_and_its_drawings_are_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = LAYOUTS.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, str(LAYOUTS), "exec"), names)
+    drawings = re.findall(r"^    rank \d  (.*?)(?:   +\S+\(\).*)?$", page, re.MULTILINE)
+    drawn = [d.replace("|", " ").split() for d in drawings]
+    assert drawn == [_shown(rows) for layout in ("zigzag", "contiguous", "allgather") for rows in names[layout]]
+    assert names["zigzag"][0].cu_seqlens().tolist() == [0, 4, 8, 10]
+    assert names["zigzag"][1].index().tolist() == [2, 3, 4, -1, 7, 8, 9, 10, -1, -1]
+    assert _shown(names["half"]) == ["b1", "b6", "·", "_", "_"]
+    assert _shown(names["first"]) == ["b0", "b1", "b2", "b3", "b4", "b5", "b6", "·"]
+    assert names["layers"] == (0, 1, 4, 5)
+    assert names["parts"] == (slice(0, 2), slice(2, 4))
+    routed, (a, b) = names["routed"], names["arrays"]
+    assert routed.dtype == np.int32
+    assert routed.shape == (10, 4, 2)
+    held = [0, 1, 3, 4]
+    assert np.array_equal(routed[[0, 1, 4, 5, 6]], np.concatenate([a[:2], b[[0, 1, 6]]])[:, held])
+    assert names["got"].padding.tolist() == [n in (2, 3, 7, 8, 9) for n in range(10)]
