@@ -38,7 +38,7 @@ from fsref.plan import (
     rank_rows,
 )
 from fsref.reader import GAP_BYTES_REMOTE, REQUEST_BYTES_REMOTE, Reader
-from fsref.refs import Dense, Payload, PayloadRef, Ragged, Schema, routed_experts, sampling_mask, top_logprobs
+from fsref.refs import Dense, FieldData, Payload, PayloadRef, Ragged, Schema, routed_experts, sampling_mask, top_logprobs
 from fsref.slices import SliceBuffers
 from fsref.store import open_root
 from fsref.writer import Receipts, Writer
@@ -90,7 +90,7 @@ def make(rng: np.random.Generator, tokens: int) -> Payload:
     masks = np.where(sampled, rng.integers(1, MASK + 1, tokens), 0).astype(np.int32)
     total = int(heads.sum())
     logprobs = -np.sort(rng.random((total // HEAD, HEAD), np.float32) * 12, axis=1)
-    fields = {
+    fields: dict[str, FieldData] = {
         "routed_experts": Dense(rng.integers(0, EXPERTS, (tokens, LAYERS, TOP_K), np.uint8)),
         "top_logprobs": Ragged(heads, {"ids": rng.integers(0, VOCAB, total, np.int32), "logprobs": logprobs.reshape(-1)}),
         "sampling_mask": Ragged(masks, {"ids": rng.integers(0, VOCAB, int(masks.sum()), np.int32)}),
@@ -198,7 +198,7 @@ def same_dense(plan: SlicePlan, data: Dense, whole: Sequence[Dense | Ragged], at
     rows = np.concatenate([d.rows for d in whole if isinstance(d, Dense)])[at][:, list(layers)]
     slots = plan.rows.row_slots()[at < 0]
     rows[at < 0] = balanced_rows(slots, step=STEP, layer_ids=layers, top_k=TOP_K, expert_count=EXPERTS, shards=SHARDS)
-    return data.rows.tobytes() == rows.tobytes()
+    return bool(data.rows.tobytes() == rows.tobytes())
 
 
 def same_ragged(data: Ragged, whole: Sequence[Dense | Ragged], at: NDArray[np.int64]) -> bool:
@@ -210,7 +210,7 @@ def same_ragged(data: Ragged, whole: Sequence[Dense | Ragged], at: NDArray[np.in
     alike = data.counts.tobytes() == mine.tobytes()
     for name, values in data.columns.items():
         alike &= values.tobytes() == np.concatenate([d.columns[name] for d in parts])[take].tobytes()
-    return alike
+    return bool(alike)
 
 
 def run(folder: str) -> dict[str, Any]:
