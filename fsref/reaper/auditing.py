@@ -8,6 +8,7 @@ from pathlib import Path
 from fsref.errors import StoreError
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
+from fsref.ledger.fold import JournalFold
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import Evidence, StoreView
 from fsref.ledger.report import Audit, conclude
@@ -43,7 +44,7 @@ def evidence_of(merged: RunFold, view: StoreView | None, settled: dict[str, int]
         unknown = sorted(set(view.present) - set(merged.journals))
         merged.problems += [f"obj/{inc} has objects, but the journal of {inc} is missing" for inc in unknown]
     merged.problems += _without_consumer(merged, view)
-    ended = all(merged.ended(inc) for inc in merged.journals)
+    ended = all(merged.ended(inc) and _was_read(fold, settled) for inc, fold in merged.journals.items())
     return Evidence(
         run=merged,
         store=view,
@@ -51,6 +52,11 @@ def evidence_of(merged: RunFold, view: StoreView | None, settled: dict[str, int]
         complete=not merged.problems,
         final=ended and _is_final(merged),
     )
+
+
+def _was_read(fold: JournalFold, settled: dict[str, int] | None) -> bool:
+    """Whether the listing is younger than the journal's last record. A run that ended while it was listed is still judged as a live one."""
+    return settled is None or fold.last < settled.get(fold.inc, 0)
 
 
 def _is_final(merged: RunFold) -> bool:

@@ -18,6 +18,8 @@ from tests.envserver.engine import Engine
 from tests.envserver.support import SAMPLING, Replica, Run, task, until, until_async, with_client
 
 NUMBERS = iter(range(1, 1000))
+EARLIER: dict[str, set[str]] = {}
+"""Incarnations that replicas of other tests left in the same run, by source."""
 
 
 def orc() -> str:
@@ -27,6 +29,7 @@ def orc() -> str:
 @pytest.fixture(scope="module", params=["brief", "briefpool"])
 def live(request: pytest.FixtureRequest, run: Run) -> Iterator[Replica]:
     """A replica that lives on from one orchestrator to the next: with one worker, and with a broker and two."""
+    EARLIER[request.param] = journals(run, request.param)
     found = run.start(request.param)
     yield found
     assert found.stop() == 0, found.log
@@ -39,9 +42,13 @@ def fresh(live: Replica, engine: Engine) -> Iterator[Replica]:
     live.clear("hold-put", "in-put")
 
 
+def journals(run: Run, env: str) -> set[str]:
+    return {p.stem for p in (run.folder / "ledger").glob(f"env.{env}-0-*.jnl")}
+
+
 def incarnations(run: Run, env: str) -> tuple[set[str], set[str]]:
-    """Open and closed ones."""
-    names = {p.stem for p in (run.folder / "ledger").glob(f"env.{env}-0-*.jnl")}
+    """Open and closed ones of the live replica."""
+    names = journals(run, env) - EARLIER[env]
     closed = {n for n in names if ends_with_close(run.folder / "ledger", n)}
     return names - closed, closed
 

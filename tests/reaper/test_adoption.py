@@ -15,9 +15,12 @@ from fsref.journal import write_dead
 from fsref.journal.file import journal_path
 from fsref.journal.folder_marks import LOCK_NAME
 from fsref.journal.markers import read_adopted, write_adopted
-from fsref.reaper import Verdict, audit, close_run, recover
+from fsref.ledger.predicates import StoreView
+from fsref.reaper import Verdict, audit, auditing, close_run, recover
+from fsref.reaper.listing import list_objects
 from fsref.refs import object_name
 from fsref.steps import info_name
+from fsref.store.base import Store
 from tests.reaper.stage import RUN, Stage
 
 
@@ -410,6 +413,28 @@ def test_auditing_a_busy_run_never_finds_a_violation(stage: Stage) -> None:
         worker.join()
     orc.close()
     env.close()
+    assert stage.audit().verdict is Verdict.PROVED
+
+
+@pytest.mark.fault(64)
+def test_a_run_that_ends_while_it_is_audited_is_not_accused_of_what_was_listed_before(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing still shows an object; before the journals are read again it is removed, and everybody has closed."""
+    env, orc = stage.env(), stage.orc()
+    (found,) = stage.reply(env, orc)
+
+    def list_then_end(store: Store) -> StoreView:
+        listed = list_objects(store)
+        orc.drop([found], "stale")
+        orc.close()
+        env.close()
+        return listed
+
+    monkeypatch.setattr(auditing, "list_objects", list_then_end)
+    during = stage.audit()
+    assert (during.verdict, during.violations) == (Verdict.BALANCED, ()), during.render()
+    monkeypatch.undo()
     assert stage.audit().verdict is Verdict.PROVED
 
 

@@ -156,9 +156,9 @@ class Orchestrator(Process):
         yield FREE
         if not self.mutant("adopted_unsynced"):
             disk.settle()
+        fold, end = disk.fold(torn=self.mutant("torn_tail_believed")), disk.end
         yield FREE
         listed = self.world.listed(h)
-        fold = disk.fold(torn=self.mutant("torn_tail_believed"))
         if self.mutant("no_listing"):
             listed &= set(fold.kept)
         yield HELD
@@ -169,7 +169,7 @@ class Orchestrator(Process):
         self.world.events["worker adopted while the run goes on"] += 1
         self.rights.refuse(h)
         how = self.world.how(h)
-        yield from self.append(*adopt_records(h, how=how, end=disk.end, settlement=found, ms=0))
+        yield from self.append(*adopt_records(h, how=how, end=end, settlement=found, ms=0))
         yield from self.drop([f"{h}/{s}" for s in found.orphans], "orphan")
         yield from self.drop([f"{h}/{s}" for s in found.unjournaled], "unjournaled")
         done = fold.done.get(h, {})

@@ -8,8 +8,8 @@ from tests.support.journals import Book
 class Disk(Book):
     """One journal. With ``segments`` the file itself dies with its node and only sealed spans are left in object storage."""
 
-    def __init__(self, inc: str, *, node: str, boot: str, segments: bool) -> None:
-        self.node, self.boot, self.segments = node, boot, segments
+    def __init__(self, inc: str, *, node: str, boot: str, segments: bool, frozen: bool = False) -> None:
+        self.node, self.boot, self.segments, self.frozen = node, boot, segments, frozen
         self.spans: list[tuple[int, int]] = []
         """Sealed ranges of offsets."""
         self.sealed = 0
@@ -57,8 +57,9 @@ class Disk(Book):
             self.seal()
 
     def fold(self, *, torn: bool = False) -> JournalFold:
-        """What the journal says; ``torn`` takes half a record for a whole one. The fold goes on growing with the journal."""
-        if self._fold is None:
+        """What the journal says; ``torn`` takes half a record for a whole one. The fold goes on growing with the journal, unless it is
+        ``frozen``: where a process that was declared dead writes on, its adopter must not see what came after it had read."""
+        if self._fold is None or self.frozen:
             self._fold, self._fed = JournalFold(self.inc), 0
         for at, record in self.records[self._fed :]:
             self._fold.feed(at, record)

@@ -180,6 +180,7 @@ class Process:
         self.queue.clear()
         while self.busy:
             yield IDLE
+            self.queue.clear()  # a removal that failed comes back; the deleter has been told to stop
         self.check()
         yield from self.append(record)
         self.disk.sync()

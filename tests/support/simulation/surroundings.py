@@ -105,7 +105,8 @@ class Surroundings:
         return f"{node}-{self.power.get(node, 0)}"
 
     def open_journal(self, inc: str, node: str) -> Disk:
-        disk = self.disks[inc] = Disk(inc, node=node, boot=self.boot(node), segments=self.scenario.segments)
+        scenario = self.scenario
+        disk = self.disks[inc] = Disk(inc, node=node, boot=self.boot(node), segments=scenario.segments, frozen=scenario.zombies)
         return disk
 
     def next_request(self) -> str:
