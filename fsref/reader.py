@@ -82,6 +82,13 @@ class RaggedOut:
 Out = Mapping[str, DenseOut | RaggedOut]
 
 
+def request_limits(store: Store) -> tuple[int, int]:
+    """``request_bytes_max`` and ``gap_bytes_max`` of plans against this store."""
+    if store.posix_path is not None:
+        return REQUEST_BYTES_LOCAL, GAP_BYTES_LOCAL
+    return REQUEST_BYTES_REMOTE, GAP_BYTES_REMOTE
+
+
 def values_max(plan: ReadPlan, name: str) -> int:
     """Room that each column of a ragged field needs for this plan."""
     return sum(r.values_max for s in plan.segments for r in s.fields if r.field.name == name)
@@ -164,10 +171,8 @@ class Reader:
         self._scratch = _Scratch()
         self._lock = threading.Lock()
         self.counters = ReadCounters()
-        local = store.posix_path is not None
         # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
-        self.request_bytes_max = REQUEST_BYTES_LOCAL if local else REQUEST_BYTES_REMOTE
-        self.gap_bytes_max = GAP_BYTES_LOCAL if local else GAP_BYTES_REMOTE
+        self.request_bytes_max, self.gap_bytes_max = request_limits(store)
 
     def plan(
         self, ref: PayloadRef, *, tokens: TokenRange | None = None, fields: Sequence[str] | None = None, layers: Sequence[int] | None = None

@@ -17,6 +17,7 @@ from fsref.plan import SlicePlan, Source, plan_slice, with_balanced_padding
 from fsref.plan.packed import PackedRows
 from fsref.reader import DenseOut, Out, RaggedOut, Reader, allocate
 from fsref.refs import Dense, Field, FieldData, Ragged, Schema, ranges_where
+from fsref.steps import SampleSequence
 
 ExpertDtype = Literal["stored", "uint16", "int32", "int64"]
 """What expert ids are read into. Collectives carry no 16-bit integers, so trainers mostly take int32 or int64."""
@@ -102,6 +103,16 @@ class SliceBuffers:
             count = len(read.rows) if read.copies == 1 else read.copies
             written[read.out_start : read.out_start + count] = True
         return written
+
+
+def fields_wanted(sequence: SampleSequence, schema: Schema) -> tuple[str, ...]:
+    """What a sequence's reference is read for: every field, or for a padding dummy the routing rows only."""
+    return tuple(f.name for f in schema.fields if not sequence.padding or f.expert_count)
+
+
+def sources_of(sequences: Sequence[SampleSequence], schema: Schema) -> tuple[Source, ...]:
+    """The sources of a step file's sequences, for ``plan_slice``."""
+    return tuple(Source(s.ref, fields_wanted(s, schema)) for s in sequences)
 
 
 def read_slice(

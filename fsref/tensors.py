@@ -17,7 +17,8 @@ from fsref.errors import MissingExtra, PayloadError, StepError
 from fsref.plan import ReadPlan
 from fsref.reader import DenseOut, Out, RaggedOut, values_max
 from fsref.refs import Field, Schema, TokenRange, flags_of
-from fsref.steps import MicroBatch, SampleSequence
+from fsref.slices import fields_wanted as fields_wanted
+from fsref.steps import MicroBatch
 
 try:
     import torch
@@ -137,11 +138,6 @@ def pack_tokens(micro_batch: MicroBatch) -> PackedMicroBatch:
 
 def _joined(parts: Sequence[bytes], dtype: str) -> NDArray[Any]:
     return np.frombuffer(b"".join(parts), dtype)
-
-
-def fields_wanted(sequence: SampleSequence, schema: Schema) -> tuple[str, ...]:
-    """What a sequence's reference is read for: every field, or for a padding dummy the routing rows only."""
-    return tuple(f.name for f in schema.fields if not sequence.padding or f.expert_count)
 
 
 @dataclass

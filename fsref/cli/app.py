@@ -1,5 +1,6 @@
 """The commands, their options and help. Bodies are imported by name when a command runs; see the package docstring for why."""
 
+import enum
 import importlib
 import sys
 from collections.abc import Callable
@@ -32,6 +33,15 @@ RunName = Annotated[
     str,
     typer.Option("--run", help="Run folder, URL or id; else run.json in this folder, else the newest under ./runs.", show_default=False),
 ]
+
+
+class ContextLayouts(enum.StrEnum):
+    """The names of ``fsref.plan.ContextLayout``, which is not imported for help and completion."""
+
+    ZIGZAG = "zigzag"
+    CONTIGUOUS = "contiguous"
+    ALLGATHER = "allgather"
+
 
 RunArgument = Annotated[
     str, typer.Argument(help="Run folder, URL or id; else run.json in this folder, else the newest under ./runs.", show_default=False)
@@ -82,14 +92,31 @@ def inspect(
     what: Annotated[
         str, typer.Argument(help="step_000012, an object (id, name, path, or fsref: text), or nothing for the run.", show_default=False)
     ] = "",
+    *,
     run: RunName = "",
     json: Json = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also draw expert load or the run's metrics to this PNG.", show_default=False)
     ] = None,
+    layout: Annotated[
+        ContextLayouts | None,
+        typer.Option("--layout", help="Of a step: what each rank of this context parallel layout would read.", show_default=False),
+    ] = None,
+    context: Annotated[int, typer.Option("--context", min=1, help="With --layout: context parallel ranks.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor", min=1, help="With --layout: ranks that sequence parallelism splits rows over.")] = 1,
+    stages: Annotated[
+        str,
+        typer.Option("--stages", help="With --layout: layer ids of the pipeline ranks, '0-2,7;3-6'; '|' between virtual stages."),
+    ] = "",
+    multiple: Annotated[int, typer.Option("--multiple", min=1, help="With --layout: rows that a batch is padded to a multiple of.")] = 1,
 ) -> None:
-    """Show what a step, an object or a run holds, and what became of its objects."""
-    body("fsref.cli.show")(what, run=run, json=json, plot=plot)
+    """Show what a step, an object or a run holds, what became of its objects, and what ranks of a parallel layout would read of a step."""
+    if layout is None:
+        body("fsref.cli.show")(what, run=run, json=json, plot=plot)
+        return
+    body("fsref.cli.layout")(
+        what, run=run, json=json, layout=layout.value, context_ranks=context, tensor_ranks=tensor, stages=stages, multiple=multiple
+    )
 
 
 @app.command(rich_help_panel=LOOKING)

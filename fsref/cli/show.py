@@ -118,14 +118,15 @@ def when(ms: int) -> str:
     return dt.datetime.fromtimestamp(ms / 1000, dt.UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S") if ms else "-"
 
 
-def _head(console: Console, title: str, pairs: dict[str, str]) -> None:
+def show_head(console: Console, title: str, pairs: dict[str, str]) -> None:
+    """A bold title and named values below it."""
     console.print(Text(title, style="bold"))
     width = max(map(len, pairs))
     for name, value in pairs.items():
         console.print(Text(f"  {name:<{width}}  {value}"), soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     """Columns named with a trailing ``>`` are numbers."""
     table = Table(title=title, title_justify="left")
     for name in columns:
@@ -134,7 +135,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _show_step(r: StepReport, console: Console) -> None:
-    _head(
+    show_head(
         console,
         f"step {r.step} of run {r.run}",
         {
@@ -145,12 +146,14 @@ def _show_step(r: StepReport, console: Console) -> None:
             **({"removed by": "; ".join(f"{who} ({n})" for who, n in sorted(r.removed.items()))} if r.removed else {}),
         },
     )
-    ranks = _table("data ranks", "rank>", "micro batches>", "samples>", "padding>", "tokens>", "references>", "owned objects>")
+    ranks = make_table("data ranks", "rank>", "micro batches>", "samples>", "padding>", "tokens>", "references>", "owned objects>")
     for rank in r.ranks:
         ranks.add_row(*(str(getattr(rank, f)) for f in rank.__struct_fields__))
     console.print(ranks)
     console.print(_fields(r.fields))
-    samples = _table("samples", "mb", "sample", "tokens>", "trained>", "reward>", "adv>", "ver>", "object", "bytes>", "missing", "status")
+    samples = make_table(
+        "samples", "mb", "sample", "tokens>", "trained>", "reward>", "adv>", "ver>", "object", "bytes>", "missing", "status"
+    )
     short = shorten(r.status)
     for s in r.rows:
         trace, _, branch = s.sample.partition("/")
@@ -174,7 +177,7 @@ def _show_step(r: StepReport, console: Console) -> None:
 
 
 def _fields(fields: tuple[FieldReport, ...]) -> Table:
-    table = _table("fields", "field", "declared as", "samples>", "rows>", "missing>", "coverage>", "values>")
+    table = make_table("fields", "field", "declared as", "samples>", "rows>", "missing>", "coverage>", "values>")
     for f in fields:
         covered = f"{(f.rows - f.rows_missing) / f.rows:.2%}" if f.rows else "-"
         table.add_row(f.name, f.kind, str(f.samples), str(f.rows), str(f.rows_missing), covered, str(f.values or "-"))
@@ -195,7 +198,7 @@ def _show_load(load: tuple[LayerLoad, ...], console: Console, title: str, *, gon
         if gone:
             console.print(Text("expert load: removed with the objects", style="dim"))
         return
-    table = _table(title, "layer>", "rows>", "busiest>", "idle experts>", "experts, the busiest first")
+    table = make_table(title, "layer>", "rows>", "busiest>", "idle experts>", "experts, the busiest first")
     for layer in load:
         first = sorted(range(len(layer.counts)), key=lambda e: (-layer.counts[e], e))[:8]
         named = " ".join(f"{e}:{layer.counts[e]}" for e in first)
@@ -209,11 +212,11 @@ def _show_object(r: ObjectReport, console: Console) -> None:
         pairs["kept"] = when(r.status.kept_ms)
     if r.arrays:
         pairs |= {"holds": f"{r.tokens} tokens, {show_bytes(r.bytes)}, codec {r.codec}", "token hash": r.token_hash}
-    _head(console, r.name, pairs)
+    show_head(console, r.name, pairs)
     if not r.arrays:
         return
     console.print(_fields(r.fields))
-    table = _table("arrays", "array", "dtype", "shape", "chunk", "chunks>", "stored>", "raw>", "ratio>")
+    table = make_table("arrays", "array", "dtype", "shape", "chunk", "chunks>", "stored>", "raw>", "ratio>")
     for a in r.arrays:
         ratio = f"{a.bytes_raw / a.bytes_stored:.2f}x" if a.bytes_stored else "-"
         shape, chunk = ("x".join(map(str, s)) for s in (a.shape, a.chunk_shape))
@@ -225,14 +228,14 @@ def _show_object(r: ObjectReport, console: Console) -> None:
 def _show_run(r: RunReport, console: Console) -> None:
     roles = ", ".join(f"{n} {role}" for role, n in sorted(r.incarnations.items()))
     pairs = {"made": when(r.ms), "at": r.url, "uuid": r.run_uuid, "codec": r.codec}
-    _head(console, f"run {r.run}", pairs | {"store": f"{r.objects} objects, {show_bytes(r.bytes)}", "journals": roles or "none"})
-    fields = _table("fields", "field", "declared as")
+    show_head(console, f"run {r.run}", pairs | {"store": f"{r.objects} objects, {show_bytes(r.bytes)}", "journals": roles or "none"})
+    fields = make_table("fields", "field", "declared as")
     for name, kind in r.fields.items():
         fields.add_row(name, kind)
     console.print(fields)
     if not r.steps:
         return
-    steps = _table("steps", "step>", "published", "samples>", "tokens>", "objects>", "bytes>", "version>")
+    steps = make_table("steps", "step>", "published", "samples>", "tokens>", "objects>", "bytes>", "version>")
     for s in r.steps:
         steps.add_row(str(s.step), when(s.ms), str(s.samples), str(s.tokens), str(s.objects), show_bytes(s.bytes), str(s.version))
     console.print(steps)
@@ -240,7 +243,7 @@ def _show_run(r: RunReport, console: Console) -> None:
 
 def _metrics(follower: Follower) -> Table:
     assert len(TITLES) == len(COLUMNS) + 1
-    table = _table("metrics", *(f"{t}>" for t in TITLES))
+    table = make_table("metrics", *(f"{t}>" for t in TITLES))
     for step in sorted(follower.steps):
         table.add_row(*follower.cells(step))
     return table

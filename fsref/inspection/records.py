@@ -44,6 +44,41 @@ class SampleReport(msgspec.Struct, frozen=True):
     """Missing rows by field, where there are any."""
 
 
+class SliceReport(msgspec.Struct, frozen=True):
+    """What one rank of a parallel layout would read of a step."""
+
+    data_rank: int
+    pipeline_rank: int
+    context_rank: int
+    tensor_rank: int
+    micro_batches: int
+    rows: int
+    """Over all micro batches."""
+    tokens: int
+    padding: int
+    """Rows where no token stands."""
+    layers: tuple[int, ...]
+    """Global layer ids that it reads rows of."""
+    bytes: int
+    """Fetched from the store."""
+    requests: int
+
+
+class LayoutReport(msgspec.Struct, frozen=True):
+    """``fsref inspect step_000012 --layout zigzag --context 2``."""
+
+    run: str
+    step: int
+    layout: str
+    context_ranks: int
+    tensor_ranks: int
+    multiple: int
+    fields: tuple[str, ...]
+    objects_bytes: int
+    """Of the objects that the step names."""
+    ranks: tuple[SliceReport, ...]
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """One data rank's file."""
 

@@ -35,7 +35,7 @@ def step_report(place: Place, step: int, *, progress: Progress = _silent) -> Ste
     ``StoreError``.
     """
     with place.open() as store:
-        info = _info(store, step)
+        info = info_of(store, step)
         ranks = [read_rank(store, info, n) for n in range(info.data_ranks)]
         rows = tuple(_samples(ranks, info.schema))
         owned = [i for r in ranks for i in r.owned]
@@ -71,7 +71,8 @@ def step_report(place: Place, step: int, *, progress: Progress = _silent) -> Ste
     )
 
 
-def _info(store: Store, step: int) -> StepInfo:
+def info_of(store: Store, step: int) -> StepInfo:
+    """``STEP.json``; raises ``ObjectMissing`` that names the published steps if there is none."""
     try:
         return read_info(store, step)
     except ObjectMissing:

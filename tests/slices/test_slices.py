@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fsref.errors import BadRef, ConfigError, PayloadError
@@ -23,7 +25,9 @@ from fsref.plan import (
     plan_slice,
     rank_layers,
     rank_rows,
+    split_context,
 )
+from fsref.plan.padding import rectangle, take
 from fsref.reader import Reader
 from fsref.refs import Dense, Part, Payload, Ragged, Schema, TokenRange, join
 from fsref.slices import RankSlice, SliceBuffers, read_slice
@@ -339,3 +343,76 @@ def test_what_does_not_fit_is_refused_before_any_read(stage: Stage) -> None:
     stage.reader.read_into(plan.read, buffers.out)
     with pytest.raises(ConfigError, match="16 experts do not divide by 3"):
         buffers.finish()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+@pytest.mark.payload("C4", "C5", "D1", "D2", "D3", "D4", "D5", "D10", "D15")
+def test_the_ranks_of_any_layout_hold_the_whole_exactly_once(stage: Stage, data: st.DataObject) -> None:
+    """Every token's row of every layer, field by field: counted over all ranks, and compared with the inline arrays."""
+    layout = data.draw(st.sampled_from(layouts.LAYOUTS))
+    ranks, tensor_ranks = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3]))
+    order = data.draw(st.lists(st.integers(0, len(stage.sequences) - 1), min_size=1, unique=True))
+    owner = data.draw(st.lists(st.integers(0, 2), min_size=LAYERS, max_size=LAYERS))
+    permuted = data.draw(st.permutations(range(LAYERS)))
+    stages = [[n for n in permuted if owner[n] == rank] for rank in range(3)]
+    offsets = [0, *accumulate(s.tokens for s in stage.sequences)]
+    whole = {name: _packed_inline(stage, name) for name in ("routed_experts", "spans", "indexer_picks")}
+    seen = {name: np.zeros((offsets[-1], LAYERS if name == "routed_experts" else 1), np.int64) for name in whole}
+    for layers in stages:
+        for rank in range(ranks):
+            for tensor_rank in range(tensor_ranks):
+                rows = of_rank(stage, layout, rank, ranks, order=order, tensor_rank=tensor_rank, tensor_ranks=tensor_ranks)
+                got = read_slice(
+                    stage.reader, [s.source for s in stage.sequences], stage.schema, rows=rows,
+                    fields=list(whole), layers=layers, step=STEP, expert_shards=SHARDS,
+                )  # fmt: skip
+                at = rows.index()
+                for name, field in got.fields.items():
+                    axis = list(got.layers.get(name, (0,)))
+                    seen[name][np.ix_(at[at >= 0], np.asarray(axis))] += 1
+                    if isinstance(field, Dense):
+                        expected = whole[name][at[at >= 0]]
+                        expected = expected[:, axis] if name == "routed_experts" else expected
+                        assert np.array_equal(field.rows[at >= 0], expected)
+                    else:
+                        assert np.array_equal(field.counts[at >= 0], whole[name][at[at >= 0]])
+    placed_rows = np.zeros(offsets[-1], np.int64)
+    for n in order:
+        placed_rows[offsets[n] : offsets[n + 1]] = 1
+    held = {f for n in order if stage.sequences[n].arrays is not None for f in stage.sequences[n].source.fields}
+    for name, counts in seen.items():
+        times = 1 if name == "routed_experts" else len(stages)  # what has no layers is read by every stage here
+        assert np.array_equal(counts, np.repeat(placed_rows[:, None] * times * (name in held), counts.shape[1], axis=1)), name
+
+
+def _packed_inline(stage: Stage, name: str) -> NDArray[Any]:
+    """Rows (or counts) of all sequences, packed by number, as a message would have carried them."""
+    everything: list[layouts.Row] = [(n, p) for n, s in enumerate(stage.sequences) for p in range(s.tokens)]
+    return inline(stage, name, everything)[0]
+
+
+@pytest.mark.payload("A17", "D10")
+def test_a_ranks_rows_can_be_laid_into_a_rectangle(stage: Stage) -> None:
+    """Frameworks with a batch axis: each sequence padded to the same length before the split, so that the rank's rows are [S, W / C]."""
+    order, width, ranks = [1, 4], 16, 2
+    lengths = [s.tokens for s in stage.sequences]
+    rooms = [width if n in order else length for n, length in enumerate(lengths)]
+    step = packed([0, *accumulate(lengths)], [0, *accumulate(rooms)])
+    rows = split_context(placed(step, order), ContextLayout.ZIGZAG, rank=1, ranks=ranks)
+    got = read_slice(
+        stage.reader, [s.source for s in stage.sequences], stage.schema, rows=rows,
+        fields=["routed_experts"], layers=None, step=STEP, expert_shards=SHARDS,
+    )  # fmt: skip
+    data = got.fields["routed_experts"]
+    assert isinstance(data, Dense)
+    batch = data.rows.reshape(2, width // ranks, LAYERS, 2)
+    assert rows.positions().reshape(2, -1).tolist() == [list(range(4, 12))] * 2
+    assert got.padding.reshape(2, -1).tolist() == [[False] * 3 + [True] * 5, [False] * 8]
+    arrays = stage.sequences[4].arrays
+    assert arrays is not None
+    assert np.array_equal(batch[1], cut(arrays.fields["routed_experts"], 4, 12)[0])
+    left = rectangle(np.diff(rows.cu_seqlens()).tolist(), width=10, pad="left")
+    laid, real = take(data.rows, left)
+    assert np.array_equal(laid[:, 2:], batch)
+    assert real.tolist() == [[False] * 2 + [True] * 8] * 2
