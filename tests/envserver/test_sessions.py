@@ -66,8 +66,8 @@ def episodes(run: Run, replica: Replica, session: str, count: int = 1) -> list[E
 
 def test_a_new_orchestrator_gets_new_incarnations_of_every_worker(run: Run, fresh: Replica) -> None:
     first = episodes(run, fresh, orc(), 2)
+    until(lambda: len(incarnations(run, fresh.env)[0]) == workers(fresh), "every worker serves the first")
     before, closed_before = incarnations(run, fresh.env)
-    assert len(before) == workers(fresh)
     second = episodes(run, fresh, orc(), 2)
     until(lambda: len(incarnations(run, fresh.env)[1]) == len(closed_before) + workers(fresh), "the old incarnations are closed")
     until(lambda: len(incarnations(run, fresh.env)[0]) == workers(fresh), "new ones are open")

@@ -142,6 +142,7 @@ class Process:
             yield from self.durable()
         self.check()
         self.fence()
+        self.world.reference.begin(self.inc)
         gone: dict[int, list[tuple[str, bool]]] = {}
         if self.mutant("done_before_delete"):
             yield from self.append(*(Done(0, pack([o]), k=attempt + 1) for o, attempt in batch))

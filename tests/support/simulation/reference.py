@@ -6,7 +6,7 @@ It is asked at each physical removal (was the decision durable? does anybody sti
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fsref.ledger.records import AnyRecord, Drop, StepRecord
+from fsref.ledger.records import Adopt, AnyRecord, Drop, StepRecord
 from tests.support.simulation.disk import Disk
 
 
@@ -63,6 +63,8 @@ class Reference:
     """Objects that somebody outside removed; whether the audit has no excuse not to tell."""
     zombies: set[str] = field(default_factory=set)
     """Incarnations that lived on after they were declared dead."""
+    adopted: set[str] = field(default_factory=set)
+    """Incarnations that an ``adopt`` record names."""
     complaints: list[str] = field(default_factory=list)
     _groups: dict[str, list[str]] = field(default_factory=dict)
 
@@ -72,6 +74,8 @@ class Reference:
 
     def wrote(self, disk: Disk, offset: int, record: AnyRecord, batches: Callable[[int, int], list[str]]) -> None:
         """A record was appended; ``batches`` gives the ids of a range of steps as its writer sees them."""
+        if isinstance(record, Adopt):
+            self.adopted.add(record.h)
         if not isinstance(record, Drop):
             return
         ids = list(named(record.i)) if record.steps is None else batches(*record.steps)
@@ -82,6 +86,11 @@ class Reference:
             for object_id in group:
                 self.decisions.setdefault(object_id, []).append((disk, offset))
             group.clear()
+
+    def begin(self, by: str) -> None:
+        """A process has looked at its fence and begins to remove a batch: its successor's fence came before the record of the adoption."""
+        if by in self.adopted:
+            self.say(f"{by} begins to remove although it was adopted")
 
     def remove(self, object_id: str, by: str) -> None:
         """A removal takes effect."""
