@@ -100,6 +100,8 @@ class _Scratch(threading.local):
 
     stored: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     decoded: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    held: int = -1
+    """Offset in the request under way of the chunk that ``decoded`` holds; -1 for none."""
 
     def take_stored(self, size: int) -> NDArray[np.uint8]:
         if len(self.stored) < size:
@@ -284,6 +286,7 @@ class Reader:
     def _read_request(self, file: ObjectFile, request: Request, task: "_Task") -> None:
         stored = self._scratch.take_stored(request.size)
         file.read_into(request.offset, stored)
+        self._scratch.held = -1
         with self._lock:
             self.counters.requests += 1
             self.counters.bytes_fetched += request.size
@@ -307,6 +310,15 @@ class Reader:
     def _codec(self) -> Codec:
         return self._schema.codec
 
+    def _unpacked(self, packed: NDArray[np.uint8], chunk: ChunkRead) -> NDArray[np.uint8]:
+        """The chunk in this thread's scratch, where it may stand already: two ranges of a zigzag often want rows of one chunk."""
+        decoded = self._scratch.take_decoded(chunk.nbytes)
+        if self._scratch.held != chunk.offset:
+            self._scratch.held = -1
+            decode_chunk(packed, decoded, self._codec)
+            self._scratch.held = chunk.offset
+        return decoded
+
     def _dense(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: DenseOut) -> None:
         start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
         at = read.out_start + start - read.rows.start
@@ -320,8 +332,7 @@ class Reader:
         if whole_rows and not read.layers and target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
             return
-        decoded = self._scratch.take_decoded(chunk.nbytes)
-        decode_chunk(packed, decoded, self._codec)
+        decoded = self._unpacked(packed, chunk)
         rows = _as_rows(decoded, read)
         wanted = rows[start - chunk.start : stop - chunk.start]
         if not shape:
@@ -344,8 +355,7 @@ class Reader:
 
     def _per_token(self, packed: NDArray[np.uint8], chunk: ChunkRead, read: FieldRead, out: NDArray[Any]) -> NDArray[Any]:
         """Counts or flags of the wanted rows; returns those of the whole chunk."""
-        decoded = self._scratch.take_decoded(chunk.nbytes)
-        decode_chunk(packed, decoded, self._codec)
+        decoded = self._unpacked(packed, chunk)
         values = decoded.view(out.dtype)
         start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
         at = read.out_start + start - read.rows.start
@@ -359,8 +369,7 @@ class Reader:
         if target.nbytes == chunk.nbytes and target.flags.c_contiguous:
             decode_chunk(packed, target, self._codec)
             return
-        decoded = self._scratch.take_decoded(chunk.nbytes)
-        decode_chunk(packed, decoded, self._codec)
+        decoded = self._unpacked(packed, chunk)
         target[:] = decoded.view(column.dtype)[start - chunk.start : stop - chunk.start]
 
     def _retry(self, work: Callable[[], Any], asked: str) -> Any:

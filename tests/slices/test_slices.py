@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fsref.errors import BadRef, ConfigError, PayloadError
+from fsref.objects import decode_chunk
 from fsref.plan import (
     ContextLayout,
     PackedRows,
@@ -29,7 +31,7 @@ from fsref.plan import (
 )
 from fsref.plan.padding import rectangle, take
 from fsref.reader import Reader
-from fsref.refs import Dense, Part, Payload, Ragged, Schema, TokenRange, join
+from fsref.refs import Alignment, Codec, Dense, Field, Part, Payload, Ragged, Schema, TokenRange, join
 from fsref.slices import RankSlice, SliceBuffers, read_slice
 from fsref.store import open_root
 from fsref.writer import Writer
@@ -68,6 +70,10 @@ def _sequences(rng: np.random.Generator, run_schema: Schema, writer: Writer) -> 
 
     def one(stored: int, *, kept: int | None = None, extra: int = 0, fields: tuple[str, ...] = every, **holes: list[TokenRange]) -> Inline:
         arrays = payload(rng, run_schema, stored, missing=holes)
+        mask = arrays.fields["sampling_mask"]
+        assert isinstance(mask, Ragged)
+        flagged = Ragged(mask.counts, mask.columns, mask.missing, {"flags": rng.integers(0, 4, stored).astype(np.uint8)})
+        arrays = Payload(arrays.token_ids, {**arrays.fields, "sampling_mask": flagged})
         count = stored if kept is None else kept
         return Inline(Source(writer.put(arrays).truncated(count), fields), arrays, count, count + extra)
 
@@ -149,6 +155,7 @@ def assert_slice(stage: Stage, got: RankSlice, rows: Sequence[layouts.Row], laye
         if isinstance(data, Ragged):
             assert data.counts.tobytes() == expected.tobytes(), name
             assert {n: v.tobytes() for n, v in data.columns.items()} == {n: v.tobytes() for n, v in columns.items()}, name
+            assert {n: v.tolist() for n, v in data.row_columns.items()} == _flags(stage, name, rows, real)
             continue
         if name == "routed_experts":
             expected = expected[:, held]
@@ -158,6 +165,18 @@ def assert_slice(stage: Stage, got: RankSlice, rows: Sequence[layouts.Row], laye
         assert data.rows.dtype == expected.dtype
         assert data.rows.shape == expected.shape
         assert data.rows.tobytes() == expected.tobytes(), name
+
+
+def _flags(stage: Stage, name: str, rows: Sequence[layouts.Row], real: Sequence[bool]) -> dict[str, list[int]]:
+    """The row columns of a field, 0 where nothing is real."""
+    out: dict[str, list[int]] = {c.name: [0] * len(rows) for c in stage.schema.field(name).row_columns}
+    for n, (row, held) in enumerate(zip(rows, real, strict=True)):
+        arrays = stage.sequences[row[0]].arrays if row is not None else None
+        data = arrays.fields[name] if held and arrays is not None else None
+        if row is not None and isinstance(data, Ragged):
+            for column, values in data.row_columns.items():
+                out[column][n] = int(values[row[1]])
+    return out
 
 
 def of_rank(
@@ -416,3 +435,46 @@ def test_a_ranks_rows_can_be_laid_into_a_rectangle(stage: Stage) -> None:
     laid, real = take(data.rows, left)
     assert np.array_equal(laid[:, 2:], batch)
     assert real.tolist() == [[False] * 2 + [True] * 8] * 2
+
+
+@pytest.mark.payload("D1")
+def test_a_chunk_of_dense_rows_that_two_parts_of_a_zigzag_want_is_decoded_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(packed_bytes: NDArray[np.uint8], out: NDArray[Any], codec: Codec) -> None:
+        calls.append(len(packed_bytes))
+        decode_chunk(packed_bytes, out, codec)
+
+    monkeypatch.setattr("fsref.reader.decode_chunk", counted)
+    rows = of_rank(stage, "zigzag", 0, 2, order=[3, 5])
+    plan = whole_plan(stage, [s.source for s in stage.sequences], rows, fields=["routed_experts", "indexer_picks"])
+    buffers = SliceBuffers(plan, stage.schema, step=0, expert_shards=1)
+    stage.reader.read_into(plan.read, buffers.out)
+    wanted = [(s.object_id, r.offset + c.offset) for s in plan.read.segments for r in s.requests for c in r.chunks]
+    assert len(calls) == len(set(wanted)) < len(wanted)
+
+
+def test_one_number_per_token_is_sliced_and_repeated_like_rows(tmp_path: Path) -> None:
+    field = Field(name="score", alignment=Alignment.INPUT, dtype="float32")
+    run_schema = Schema((field,))
+    values = np.asarray([0.5, np.nan, -0.0, 4.0, 5.0], np.float32)
+    with open_root(str(tmp_path), run="run", create=True) as store, Reader(store, run_schema) as reader:
+        ref = Writer(store, run_schema, Numbers(), durability="process").put(
+            Payload(np.arange(5, dtype=np.int32), {"score": Dense(values)})
+        )
+        source = Source(ref, ("score",))
+        step = packed([0, 7], [0, 12])  # two tokens behind the kept ones, five rows of padding
+        parts = [
+            read_slice(
+                reader, [source], run_schema, rows=split_context(step, ContextLayout.ZIGZAG, rank=rank, ranks=2),
+                fields=["score"], layers=None, step=0, expert_shards=1,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+    first, second = (p.fields["score"] for p in parts)
+    assert isinstance(first, Dense)
+    assert isinstance(second, Dense)
+    assert first.rows.tobytes() == np.asarray([0.5, np.nan, -0.0, 0, 0, 0], np.float32).tobytes()
+    assert second.rows.tobytes() == np.asarray([4, 5, 5, 5, 0, 0], np.float32).tobytes()
+    assert [p.valid["score"].tolist() for p in parts] == [[True] * 3 + [False] * 3, [True] * 2 + [False] * 4]
+    assert [p.padding.tolist() for p in parts] == [[False] * 3 + [True] * 3, [False] * 4 + [True] * 2]
