@@ -68,9 +68,14 @@ class Role:
         return self.process.wait(60)
 
     def close(self) -> None:
+        """In order, because a vLLM that is killed leaves its engine's processes behind."""
         self.client.close()
         if self.process.poll() is None:
-            self.process.kill()
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
         self.process.wait(60)
 
 
