@@ -314,7 +314,6 @@ class Reader:
         """The chunk in this thread's scratch, where it may stand already: two ranges of a zigzag often want rows of one chunk."""
         decoded = self._scratch.take_decoded(chunk.nbytes)
         if self._scratch.held != chunk.offset:
-            self._scratch.held = -1
             decode_chunk(packed, decoded, self._codec)
             self._scratch.held = chunk.offset
         return decoded

@@ -24,6 +24,9 @@ def balanced_rows(
     """int32 [R, L, K]: the expert ids of the padding rows with these slots.
 
     A row depends on its slot, the step and the layer's global id, so that any split of rows or layers over ranks gives the same rows.
+    ``step`` decides where the walk begins. Data ranks whose rows meet in the same experts pass different numbers (``step * data_ranks +
+    data_rank``), so that a row or two on each of many ranks do not all go to the same experts.
+
     ``shards``: expert parallel ranks, of which each holds E / P successive experts; 1 without expert parallelism. Over successive slots,
     experts are used equally often up to one, and so are shards. Raises ``ConfigError`` if a row cannot hold ``top_k`` distinct experts or
     the experts do not divide by the shards.

@@ -60,6 +60,22 @@ def test_two_reads_of_a_step_are_equal_and_steps_differ() -> None:
     assert len({tuple(rows(step)) for step in range(16)}) > 8
 
 
+@pytest.mark.payload("D6")
+@pytest.mark.parametrize(("experts", "top_k", "shards"), [(8, 2, 2), (128, 8, 8), (512, 22, 8)])
+def test_one_row_on_each_of_many_data_ranks_is_balanced_too(experts: int, top_k: int, shards: int) -> None:
+    ranks, step = 256, 7
+    ids = np.concatenate(
+        [
+            balanced_rows([0], step=step * ranks + rank, layer_ids=[0], top_k=top_k, expert_count=experts, shards=shards).ravel()
+            for rank in range(ranks)
+        ]
+    )
+    mean = len(ids) / experts
+    assert 0.7 * mean <= np.bincount(ids, minlength=experts).min() <= np.bincount(ids).max() <= 1.4 * mean
+    per_shard = np.bincount(ids // (experts // shards), minlength=shards)
+    assert per_shard.max() <= 1.05 * per_shard.min()
+
+
 @pytest.mark.payload("D7", "D8")
 def test_a_dtype_that_cannot_hold_the_ids_is_widened_before_padding() -> None:
     stored = np.full((4, 1, 2), 255, np.uint8)
