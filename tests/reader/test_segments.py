@@ -32,8 +32,6 @@ from fsref.refs import (
 )
 from fsref.steps import MicroBatch, RankFile, SampleSequence
 from fsref.store import Store, open_root
-from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
-from fsref.trainer.loader import StepLoader
 from fsref.writer import Receipts, Writer
 
 SCHEMA = Schema(
@@ -266,6 +264,10 @@ def test_asked_for_but_absent_is_another_state_than_not_requested(store: Store) 
 
 
 def test_a_micro_batch_mixes_references_of_one_and_several_segments(store: Store) -> None:
+    pytest.importorskip("torch")  # the core tests run without it
+    from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
+    from fsref.trainer.loader import StepLoader
+
     rng = np.random.default_rng(0)
     writer = Writer(store, SCHEMA, Receipts("t"), durability="process")
 
