@@ -46,8 +46,12 @@ OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "keep.json"
 
 def experts(rng: np.random.Generator, tokens: int) -> NDArray[np.uint8]:
     """[T, L, K] without repeats in a row, some experts twice as popular as others."""
-    weights = rng.random((tokens, LAYERS, EXPERTS), np.float32) * (1 + (np.arange(EXPERTS) % 2))
-    return np.argpartition(weights, -TOP_K, axis=-1)[..., -TOP_K:].astype(np.uint8)
+    out = np.empty((tokens, LAYERS, TOP_K), np.uint8)
+    for at in range(0, tokens, 2048):
+        some = out[at : at + 2048]
+        weights = rng.random((len(some), LAYERS, EXPERTS), np.float32) * (1 + (np.arange(EXPERTS) % 2))
+        some[...] = np.argpartition(weights, -TOP_K, axis=-1)[..., -TOP_K:]
+    return out
 
 
 def ragged(rng: np.random.Generator, counts: NDArray[np.int32], *, logprobs: bool) -> Ragged:
