@@ -4,22 +4,16 @@ Runs where ``FSREF_VLLM_PYTHON`` names an interpreter that has vLLM's CPU build 
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.inference.vllm import NEEDS_VLLM, PYTHON
 from tests.proofs.pipeline import ROOT
 
-PYTHON = os.environ.get("FSREF_VLLM_PYTHON", "")
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON, reason="FSREF_VLLM_PYTHON names no interpreter that has vLLM"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), NEEDS_VLLM]
 
 
 def test_the_pipeline_trains_on_a_real_vllm_and_ends_proved(tmp_path: Path) -> None:
