@@ -1,0 +1,48 @@
+"""Frozen settings of a run, read from TOML.
+
+Owns the names, types, bounds and defaults of every setting, overrides from the command line, and the messages for bad ones.
+Nothing below this package reads the environment or a config file; each part gets the section that it needs.
+"""
+
+from fsref.config.load import build, dump, keys, load, parse, struct_of
+from fsref.config.sections import (
+    Config,
+    EnvSection,
+    InferenceSection,
+    LauncherSection,
+    LedgerSection,
+    LossSection,
+    ModelSection,
+    OrchestratorSection,
+    ParallelSection,
+    PayloadSection,
+    RunSection,
+    SamplingSection,
+    StoreSection,
+    TrainerSection,
+    quota_share,
+)
+
+__all__ = [
+    "Config",
+    "EnvSection",
+    "InferenceSection",
+    "LauncherSection",
+    "LedgerSection",
+    "LossSection",
+    "ModelSection",
+    "OrchestratorSection",
+    "ParallelSection",
+    "PayloadSection",
+    "RunSection",
+    "SamplingSection",
+    "StoreSection",
+    "TrainerSection",
+    "build",
+    "dump",
+    "keys",
+    "load",
+    "parse",
+    "quota_share",
+    "struct_of",
+]
