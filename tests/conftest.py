@@ -1,6 +1,7 @@
 """Options of the whole suite.
 
-``--core`` collects only what runs with the base package and the test tools (no torch, no verifiers): other Pythons run that.
+``--core`` collects only what runs with the base package and the test tools (no torch, no verifiers): other Pythons run that. A test outside
+the folders below that needs torch is marked with it.
 ``--slow`` adds the tests that take minutes. Real vLLM runs where ``FSREF_VLLM_PYTHON`` names an interpreter that has it.
 """
 
@@ -29,9 +30,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    left_out = [i for i in items if i.get_closest_marker("slow")]
+    out_of = [*(["torch"] if config.getoption("--core") else []), *([] if config.getoption("--slow") else ["slow"])]
+    left_out = {i for i in items if any(i.get_closest_marker(name) for name in out_of)}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [i for i in items if not i.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [i for i in items if i not in left_out]

@@ -13,6 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "library.md"
 LAYOUTS = PAGE.with_name("parallel-layouts.md")
 
 
+@pytest.mark.torch
 def test_the_page_runs_and_gives_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ten, two_processes, turns = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)

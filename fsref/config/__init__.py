@@ -4,7 +4,7 @@ Owns the names, types, bounds and defaults of every setting, overrides from the 
 Nothing below this package reads the environment or a config file; each part gets the section that it needs.
 """
 
-from fsref.config.load import build, dump, keys, load, parse, struct_of
+from fsref.config.loading import build, dump, keys, load, parse, struct_of
 from fsref.config.sections import (
     Config,
     EnvSection,

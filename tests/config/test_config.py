@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsref import config as settings
-from fsref.config import Config, EnvSection, build
+from fsref.config import Config, EnvSection, build, loading
 from fsref.errors import ConfigError
 from fsref.refs import Codec
 
@@ -141,7 +141,7 @@ def test_configs_are_frozen() -> None:
 @given(st.text(max_size=40), st.text(max_size=20))
 def test_any_override_is_applied_or_refused_with_one_error(key: str, value: str) -> None:
     with contextlib.suppress(ConfigError):
-        settings._assign({"env": [{}]}, key, settings._toml_value(value))
+        loading._assign({"env": [{}]}, key, loading._toml_value(value))
 
 
 def test_a_policy_that_could_not_replay_the_steps_since_the_checkpoint_is_refused() -> None:

@@ -263,8 +263,8 @@ def test_asked_for_but_absent_is_another_state_than_not_requested(store: Store) 
         writer.put(Payload(ids, {}, absent=("other",)))
 
 
+@pytest.mark.torch
 def test_a_micro_batch_mixes_references_of_one_and_several_segments(store: Store) -> None:
-    pytest.importorskip("torch")  # the core tests run without it
     from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
     from fsref.trainer.loader import StepLoader
 
