@@ -6,6 +6,7 @@ by a segment of no bytes, so that one that was declared dead and lives on cannot
 """
 
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from fsref.errors import Fenced, StoreError, StoreUnavailable
@@ -18,6 +19,14 @@ from fsref.store.base import Store
 
 LATE_MAX: Final = 8
 """Segments of a process that lives on which may come between the looks of its adopter."""
+
+
+def sync_ended(ledger: Ledger, journals: Iterable[OpenJournal]) -> None:
+    """Makes the files of processes that have ended durable, *before* they are read to their end: what is read after this cannot be lost
+    with its node any more, and a decision never rests on a record that can. Raises ``StoreError``."""
+    for journal in journals:
+        if journal.in_folder:
+            _sync_file(ledger, journal.fold.inc)
 
 
 def sync_journal(ledger: Ledger, journal: OpenJournal) -> None:

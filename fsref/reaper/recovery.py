@@ -21,7 +21,7 @@ from fsref.journal.markers import acquire_lock, release_lock
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader, OpenJournal
 from fsref.journal.run import RunInfo
-from fsref.journal.secure import sync_journal
+from fsref.journal.secure import sync_ended, sync_journal
 from fsref.ledger import records
 from fsref.ledger.merge import RunFold
 from fsref.ledger.predicates import StoreView
@@ -197,6 +197,7 @@ def _look(store: Store, ledger: Ledger, inc: str, run: RunInfo, *, force_dead: C
     if not reader.listed:  # a journal that was not seen may be of a live process
         raise StoreUnavailable(f"the run cannot be recovered: {'; '.join(reader.problems)}")
     hows = {i: how_ended(ledger, j, forced=force_dead) for i, j in reader.journals.items() if i != inc}
+    sync_ended(ledger, (j for i, j in reader.journals.items() if hows.get(i) is not None))
     ends = reader.refresh()  # again: one that was alive at the first look may have written before it ended
     damaged = [j.problem for j in reader.journals.values() if j.problem] + reader.problems
     merged = reader.merge(accept_corrupt=accept_corrupt)

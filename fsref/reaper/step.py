@@ -10,7 +10,7 @@ from fsref.failpoints import failpoint
 from fsref.journal.death import how_ended
 from fsref.journal.file import now_ms
 from fsref.journal.read import LedgerReader
-from fsref.journal.secure import sync_journal
+from fsref.journal.secure import sync_ended, sync_journal
 from fsref.ledger import records
 from fsref.ledger.ids import pack
 from fsref.ledger.merge import StepKey
@@ -45,6 +45,7 @@ class StepHolder(Holder):
         reader.refresh_all()
         before = {i: j for i, j in reader.journals.items() if i != self.inc and j.fold.role in ("trn", "rec")}
         hows = {inc: how_ended(self._ledger, journal) for inc, journal in before.items()}
+        sync_ended(self._ledger, (j for inc, j in before.items() if hows[inc] is not None))
         ends = reader.refresh_all()  # again: one that was alive at the first look may have written before it ended
         merged = reader.merge()
         left = [inc for inc in before if not merged.adopted(inc)]

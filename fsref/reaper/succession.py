@@ -22,7 +22,7 @@ from fsref.journal.death import how_ended
 from fsref.journal.file import Journal, now_ms
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
-from fsref.journal.secure import sync_journal
+from fsref.journal.secure import sync_ended, sync_journal
 from fsref.ledger.merge import StepKey
 from fsref.ledger.recovery import adopt_records, plan_succession
 from fsref.reaper.adopt import fence
@@ -61,6 +61,7 @@ def succeed(ledger: Ledger, journal: Journal, *, run_uuid: str, visible: Callabl
     reader.refresh_all()
     before = {i: j for i, j in reader.journals.items() if i != journal.inc and j.fold.role in ROLES}
     hows = {inc: how_ended(ledger, j) for inc, j in before.items()}
+    sync_ended(ledger, (j for inc, j in before.items() if hows[inc] is not None))
     ends = reader.refresh_all()  # again: one that was alive at the first look may have written before it ended
     damaged = {inc: j.problem for inc, j in before.items() if j.problem}
     merged = reader.merge()

@@ -27,6 +27,10 @@ class Recoverer(Process):
         world = self.world
         yield FREE
         world.lock(self)
+        for disk in list(world.disks.values()):
+            yield FREE
+            if disk.inc != self.inc and not self.mutant("adopted_unsynced"):
+                disk.settle()
         yield FREE
         run = world.merged(torn=self.mutant("torn_tail_believed"))
         ends = {i: d.end for i, d in world.disks.items()}
@@ -45,8 +49,6 @@ class Recoverer(Process):
             yield FREE
             world.put_fence(h, by=self.inc, skip=False)
             yield FREE
-            if not self.mutant("adopted_unsynced"):
-                world.disks[h].settle()
             how = world.how(h)
             found = plan.settlements.get(h)
             if found is not None and self.mutant("lost_is_silent"):
