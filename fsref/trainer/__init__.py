@@ -1,8 +1,8 @@
 """The trainer ranks: read a step, fetch its arrays, replay its routing, train, commit.
 
 ``main`` runs one rank. Below it, each module can be read alone: ``replay`` (experts of a forward), ``loss`` (the objective),
-``model`` (packed forward, weights), ``ranks`` (collectives), ``agreement`` (which micro batches train), ``batch`` (one step),
-``checkpoint``, ``weights``, ``commit`` (when arrays are removed).
+``model`` (packed forward), ``learner`` (one optimiser step), ``checkpoint``, ``weights``, ``loop`` (the order of a step). What a trainer
+of one's own uses too lies in ``fsref.loader``: step files, fetches, agreement between ranks, removal.
 """
 
 from fsref.errors import MissingExtra

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fsref.config import TrainerSection
 from fsref.errors import ConfigError
+from fsref.loader.ranks import Ranks
+from fsref.loader.standin import ROUTING
 from fsref.refs import Schema
 from fsref.tensors import DenseTensor, PackedMicroBatch
 from fsref.trainer.loss import SUMS, micro_batch_loss, trained_rows
 from fsref.trainer.model import logits_at
-from fsref.trainer.ranks import Ranks
 from fsref.trainer.replay import RouterReplay, RoutesUsed
-from fsref.trainer.standin import ROUTING
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -17,17 +17,17 @@ from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
 from fsref.events import Event, Hook, memory_metrics
 from fsref.failpoints import failpoint
 from fsref.folders import prune
+from fsref.loader.agreement import Agreement, Taken, agree
+from fsref.loader.batch import fresh_tokens, ready_batches
+from fsref.loader.commit import Committer, Removed, StepLedger
+from fsref.loader.feed import Published, StepFeed
+from fsref.loader.fetch import StepFetcher
+from fsref.loader.ranks import Ranks
+from fsref.loader.standin import StandIns
 from fsref.steps import RankFile, step_name, sum_of
 from fsref.trainer import checkpoint, metrics, weights
-from fsref.trainer.agreement import Agreement, Taken, agree
-from fsref.trainer.batch import fresh_tokens, ready_batches
-from fsref.trainer.commit import Committer, Removed, StepLedger
-from fsref.trainer.feed import Published, StepFeed
 from fsref.trainer.learner import Learner
-from fsref.trainer.loader import StepLoader
-from fsref.trainer.ranks import Ranks
 from fsref.trainer.routes import write_routes
-from fsref.trainer.standin import StandIns
 from fsref.trainer.stop import StopSignal
 
 _log: Final = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Trainer:
     stop: StopSignal
     learner: Learner
     stand_ins: StandIns
-    loader: StepLoader
+    loader: StepFetcher
     feed: StepFeed
     committer: Committer
     folders: Folders

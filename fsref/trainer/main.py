@@ -14,17 +14,17 @@ from fsref.config import Config
 from fsref.events import JsonLines
 from fsref.folders import published
 from fsref.journal import RunInfo, read_run
+from fsref.loader.commit import Committer
+from fsref.loader.feed import StepFeed
+from fsref.loader.fetch import StepFetcher
+from fsref.loader.ranks import Place, Ranks
+from fsref.loader.standin import ROUTING, StandIns
 from fsref.reaper import StepHolder
 from fsref.store import open_root
 from fsref.trainer import checkpoint, weights
-from fsref.trainer.commit import Committer
-from fsref.trainer.feed import StepFeed
 from fsref.trainer.learner import Learner
-from fsref.trainer.loader import StepLoader
 from fsref.trainer.loop import Folders, Trainer
 from fsref.trainer.model import load_policy
-from fsref.trainer.ranks import Place, Ranks
-from fsref.trainer.standin import ROUTING, StandIns
 from fsref.trainer.stop import StopSignal
 
 _log: Final = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def main(config: Config, *, place: Place | None = None) -> None:
         else:
             ranks.together("opening the ledger", lambda: None)
         ranks.together("exporting weights", lambda: _export_resumed(ranks, folders, learner, version))
-        loader = stack.enter_context(StepLoader(store, run.schema, config=config.store))
+        loader = stack.enter_context(StepFetcher(store, run.schema, config=config.store))
         committer = Committer(ranks, store, ledger, config.trainer, delete_threads=config.ledger.delete_threads)
         stack.enter_context(committer)
         committer.inherit(version)

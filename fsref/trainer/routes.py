@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fsref.folders import mapped
+from fsref.loader.standin import ROUTING
 from fsref.steps import step_name
 from fsref.tensors import DenseTensor, PackedMicroBatch
 from fsref.trainer.replay import RoutesUsed
-from fsref.trainer.standin import ROUTING
 
 
 def write_routes(parent: Path, batch: PackedMicroBatch, used: RoutesUsed, *, step: int, rank: int, micro_batch: int) -> Path:

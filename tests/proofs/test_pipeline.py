@@ -11,12 +11,12 @@ import zarr
 from numpy.typing import NDArray
 
 from fsref.config import StoreSection
+from fsref.loader.fetch import StepFetcher
 from fsref.plan import present_fields
 from fsref.refs import Payload, PayloadRef, Schema, object_name
 from fsref.steps import SampleSequence
 from fsref.store import open_root
 from fsref.tensors import PackedMicroBatch
-from fsref.trainer.loader import StepLoader
 from tests.proofs.pipeline import ROOT, Watched, inline_payload, watch
 from tests.support.payloads import cut
 from tests.tensors.test_assembly import assert_identical, oracle
@@ -119,7 +119,7 @@ def expected(payload: Payload, schema: Schema) -> dict[str, NDArray[Any]]:
 def test_packed_tensors_are_byte_for_byte_those_of_inline_transport(run: Watched) -> None:
     schema = run.infos[0].schema
     compared = 0
-    with open_root(str(run.copies), run="proof") as store, StepLoader(store, schema, config=StoreSection()) as loader:
+    with open_root(str(run.copies), run="proof") as store, StepFetcher(store, schema, config=StoreSection()) as loader:
         for rank in run.ranks:
             for micro_batch, batch in zip(rank.micro_batches, loader.take(rank), strict=True):
                 assert isinstance(batch, PackedMicroBatch)

@@ -265,8 +265,8 @@ def test_asked_for_but_absent_is_another_state_than_not_requested(store: Store) 
 
 @pytest.mark.torch
 def test_a_micro_batch_mixes_references_of_one_and_several_segments(store: Store) -> None:
+    from fsref.loader.fetch import StepFetcher
     from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
-    from fsref.trainer.loader import StepLoader
 
     rng = np.random.default_rng(0)
     writer = Writer(store, SCHEMA, Receipts("t"), durability="process")
@@ -290,7 +290,7 @@ def test_a_micro_batch_mixes_references_of_one_and_several_segments(store: Store
 
     micro_batch = MicroBatch((sequence(single, 2), sequence(double, 4), sequence(double.truncated(3), 3), sequence(single, 2)))
     rank = RankFile(v=1, run="run", step=0, data_rank=0, schema=SCHEMA, micro_batches=(micro_batch,), owned=())
-    with StepLoader(store, SCHEMA, config=StoreSection()) as loader:
+    with StepFetcher(store, SCHEMA, config=StoreSection()) as loader:
         (got,) = loader.take(rank)
         assert loader.metrics(0)["payload/conflicting_rows"] == 0
     assert isinstance(got, PackedMicroBatch)

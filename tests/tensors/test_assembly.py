@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fsref.config import StoreSection
+from fsref.loader.fetch import FetchFailure, StepFetcher
 from fsref.refs import Dense, Payload, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.steps import MicroBatch, RankFile, SampleSequence
 from fsref.store import Store, open_root
 from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
-from fsref.trainer.loader import FetchFailure, StepLoader
 from fsref.writer import Writer
 from tests.support.faultystore import FaultyStore
 from tests.support.payloads import Numbers, cut, payload, schema
@@ -117,7 +117,7 @@ def test_packed_tensors_equal_inline_packing(store: Store, seed: int) -> None:
             parts.append((arrays, kept, tokens, padding))
         micro_batches.append(MicroBatch(tuple(sequences)))
         inline.append(parts)
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         got = loader.take(rank_file(run_schema, micro_batches))
     for batch, parts, micro_batch in zip(got, inline, micro_batches, strict=True):
         assert isinstance(batch, PackedMicroBatch)
@@ -133,7 +133,7 @@ def test_samples_without_arrays_pack_beside_samples_with_them(store: Store) -> N
     arrays = payload(rng, run_schema, 6)
     ref = writer.put(arrays)
     micro_batch = MicroBatch((sequence(rng, 3, None), sequence(rng, 6, ref), sequence(rng, 2, None)))
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         (got,) = loader.take(
             rank_file(
                 run_schema,
@@ -152,7 +152,7 @@ def test_samples_without_arrays_pack_beside_samples_with_them(store: Store) -> N
 
 def test_a_micro_batch_without_any_arrays_has_no_fields(store: Store) -> None:
     rng, run_schema = np.random.default_rng(0), schema()
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         (got,) = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 3, None),))]))
     assert isinstance(got, PackedMicroBatch)
     assert (got.fields, got.bytes_read, got.token_count) == ({}, 0, 3)
@@ -161,7 +161,7 @@ def test_a_micro_batch_without_any_arrays_has_no_fields(store: Store) -> None:
 def test_every_tensor_is_writable_and_no_collective_meets_int16(store: Store) -> None:
     rng, run_schema = np.random.default_rng(1), schema()
     ref = Writer(store, run_schema, Numbers()).put(payload(rng, run_schema, 4))
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         (got,) = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 4, ref),))]))
     assert isinstance(got, PackedMicroBatch)
     tensors = [got.token_ids, got.loss_mask, got.logprobs, got.advantages]
@@ -179,7 +179,7 @@ def test_bfloat16_rows_come_back_as_bfloat16(store: Store) -> None:
     values = torch.randn(3, 8).to(torch.bfloat16)
     bits = values.view(torch.int16).numpy().view(np.uint16)
     ref = Writer(store, run_schema, Numbers()).put(Payload(np.zeros(3, np.int32), {"hidden": Dense(bits)}))
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         (got,) = loader.take(rank_file(run_schema, [MicroBatch((sequence(np.random.default_rng(0), 3, ref),))]))
     assert isinstance(got, PackedMicroBatch)
     hidden = got.fields["hidden"]
@@ -199,7 +199,7 @@ def test_a_failed_fetch_names_its_kind_and_objects_and_spares_the_others(store: 
     data[100] ^= 1
     damaged.write_bytes(bytes(data))
     rank = rank_file(run_schema, [MicroBatch((sequence(rng, 40, r),)) for r in refs])
-    with StepLoader(store, run_schema, config=StoreSection(retries_max=1)) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection(retries_max=1)) as loader:
         got = loader.take(rank)
     assert [g.kind if isinstance(g, FetchFailure) else "ok" for g in got] == ["missing", "corrupt", "ok"]
     first = got[0]
@@ -216,7 +216,7 @@ def test_prefetch_is_counted_as_hidden_and_the_budget_holds(store: Store) -> Non
     limit = max(r.byte_count for r in refs) + 10
     config = StoreSection(bytes_inflight_max=limit)
     ranks = [rank_file(run_schema, [MicroBatch((sequence(rng, 2000, r),)) for r in refs[n::2]], n) for n in range(2)]
-    with StepLoader(store, run_schema, config=config) as loader:
+    with StepFetcher(store, run_schema, config=config) as loader:
         for rank in ranks:
             loader.prefetch(rank)
         for rank in ranks:
@@ -238,7 +238,7 @@ def test_a_fetch_that_hangs_is_one_failed_micro_batch_and_the_loader_goes_on_and
     refs = [writer.put(payload(rng, run_schema, 40)) for _ in range(4)]
     gates = [hanging.hang("read_into", name=object_name(refs[n].object_ids[0])) for n in (0, 2)]
     config = StoreSection(fetch_threads=1, fetch_deadline_s=1.0, abandon_s=0.5)
-    loader = StepLoader(hanging, run_schema, config=config)
+    loader = StepFetcher(hanging, run_schema, config=config)
     got = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 40, refs[0]),))], 0))
     assert [g.kind if isinstance(g, FetchFailure) else "ok" for g in got] == ["unavailable"]
     (healthy,) = loader.take(rank_file(run_schema, [MicroBatch((sequence(rng, 40, refs[1]),))], 1))
@@ -262,7 +262,7 @@ def test_ragged_values_are_never_shifted_between_sequences(store: Store) -> None
         ids = np.arange(5, dtype=np.int32) + 10 * n
         refs.append(writer.put(Payload(np.zeros(3, np.int32), {"sampling_mask": Ragged(counts, {"ids": ids})})).truncated(2))
         wanted += [10 * n, 10 * n + 1]
-    with StepLoader(store, run_schema, config=StoreSection()) as loader:
+    with StepFetcher(store, run_schema, config=StoreSection()) as loader:
         (got,) = loader.take(rank_file(run_schema, [MicroBatch(tuple(sequence(rng, 2, r) for r in refs))]))
     assert isinstance(got, PackedMicroBatch)
     mask = got.fields["sampling_mask"]

@@ -247,11 +247,11 @@ def _rank(config: Config, env: dict[str, str], outcome: Any, rules: str, record:
 
 def _record_tensors(record: Path, rank: int) -> None:
     """Every step that the loader hands out leaves one line: rank, step, and a digest of all bytes of its tensors."""
-    from fsref.trainer.loader import StepLoader
+    from fsref.loader.fetch import StepFetcher
 
-    inner = StepLoader.take
+    inner = StepFetcher.take
 
-    def take(self: StepLoader, rank_file: RankFile) -> Any:
+    def take(self: StepFetcher, rank_file: RankFile) -> Any:
         taken = inner(self, rank_file)
         total = hashlib.sha256()
         for part in (p for t in taken for p in _bytes_of(t)):
@@ -260,7 +260,7 @@ def _record_tensors(record: Path, rank: int) -> None:
             file.write(json.dumps([rank, rank_file.step, total.hexdigest()]) + "\n")
         return taken
 
-    setattr(StepLoader, "take", take)  # noqa: B010 - in a process of its own
+    setattr(StepFetcher, "take", take)  # noqa: B010 - in a process of its own
 
 
 def _bytes_of(value: Any) -> Iterator[bytes]:

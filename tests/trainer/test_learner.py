@@ -6,14 +6,14 @@ import torch
 
 from fsref.config import Config, LossSection, ParallelSection, TrainerSection
 from fsref.errors import ConfigError
+from fsref.loader.ranks import Place, Ranks
+from fsref.loader.standin import StandIns
 from fsref.refs import Schema
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.learner import Learner
 from fsref.trainer.loss import micro_batch_loss, trained_rows
 from fsref.trainer.model import logits_at
-from fsref.trainer.ranks import Place, Ranks
 from fsref.trainer.replay import RouterReplay
-from fsref.trainer.standin import StandIns
 from tests.trainer.builders import dense, packed, random_routes, random_sequences, tiny_model
 from tests.trainer.runs import SCHEMA
 

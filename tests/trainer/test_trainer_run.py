@@ -12,10 +12,10 @@ import pytest
 
 from fsref.config import LossSection
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
+from fsref.loader.ranks import Place
 from fsref.refs import object_name
 from fsref.steps import info_name, read_info
 from fsref.trainer.main import main
-from fsref.trainer.ranks import Place
 from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
 
 ALONE = Place()

@@ -83,7 +83,7 @@ class _StepFetch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class StepLoader:
+class StepFetcher:
     """Prefetches and assembles the micro batches of rank files. One per trainer rank; close it."""
 
     def __init__(self, store: Store, schema: Schema, *, config: StoreSection) -> None:
@@ -147,7 +147,7 @@ class StepLoader:
         self._reader.close()
         self._pool.shutdown(wait=True)
 
-    def __enter__(self) -> "StepLoader":
+    def __enter__(self) -> "StepFetcher":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from fsref.errors import MissingArrays, StepError, StoreUnavailable
+from fsref.loader.feed import StepFeed
 from fsref.steps import MicroBatch, RankFile, rank_file_name
-from fsref.trainer.feed import StepFeed
 from tests.trainer.runs import DEADLINE_S, RUN, SmallRun
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsref.loader.agreement import Agreement, Taken
+from fsref.loader.standin import StandIns
 from fsref.steps import MicroBatch
 from fsref.tensors import PackedMicroBatch
-from fsref.trainer.agreement import Agreement, Taken
-from fsref.trainer.standin import StandIns
 
 
 def ready_batches(taken: Taken, agreement: Agreement, stand_ins: StandIns, *, device: torch.device) -> tuple[list[PackedMicroBatch], int]:

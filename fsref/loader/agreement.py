@@ -12,10 +12,10 @@ import torch
 
 from fsref.errors import StepLost
 from fsref.failpoints import failpoint
+from fsref.loader.fetch import FetchFailure
+from fsref.loader.ranks import Ranks
 from fsref.steps import RankFile, step_name
 from fsref.tensors import PackedMicroBatch
-from fsref.trainer.loader import FetchFailure
-from fsref.trainer.ranks import Ranks
 
 Taken = Sequence[PackedMicroBatch | FetchFailure]
 

@@ -7,11 +7,11 @@ import pytest
 
 from fsref.config import Config, ParallelSection, TrainerSection
 from fsref.errors import JournalPoisoned, StoreDenied, StoreError
+from fsref.loader.commit import Committer
+from fsref.loader.ranks import Place, Ranks
 from fsref.refs import object_name
 from fsref.steps import StepInfo, read_info, read_rank
 from fsref.store import Deletion, Store
-from fsref.trainer.commit import Committer
-from fsref.trainer.ranks import Place, Ranks
 from tests.trainer.runs import SmallRun
 
 

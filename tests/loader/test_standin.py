@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fsref.loader.standin import ROUTING, StandIns
 from fsref.refs import routed_experts
 from fsref.tensors import DenseTensor, PackedMicroBatch
-from fsref.trainer.standin import ROUTING, StandIns
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, dense, packed, random_routes, random_sequences
 
 FIELD = routed_experts(layer_ids=MOE_LAYERS, top_k=TOP_K, expert_count=EXPERTS)

@@ -4,7 +4,7 @@ import pytest
 
 from fsref.config import Config, ParallelSection, TrainerSection
 from fsref.errors import ConfigError, StoreFull
-from fsref.trainer.ranks import Place, Ranks
+from fsref.loader.ranks import Place, Ranks
 
 ONE = Config(trainer=TrainerSection(parallel=ParallelSection(data=1)))
 

@@ -16,10 +16,10 @@ from typing import Final, Protocol, Self
 from fsref.config import TrainerSection
 from fsref.errors import ObjectMissing, StepReleased
 from fsref.failpoints import failpoint
+from fsref.loader.ranks import Ranks
 from fsref.reaper import Outcome, delete_objects
 from fsref.steps import RankFile, StepInfo, read_info, read_rank
 from fsref.store import Store
-from fsref.trainer.ranks import Ranks
 
 _log: Final = logging.getLogger(__name__)
 

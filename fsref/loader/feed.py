@@ -17,7 +17,7 @@ POLL_S: Final = 0.05
 
 
 class Prefetcher(Protocol):
-    """What the feed needs of ``StepLoader``."""
+    """What the feed needs of ``StepFetcher``."""
 
     def prefetch(self, rank: RankFile) -> None: ...
 
