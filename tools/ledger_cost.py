@@ -251,6 +251,16 @@ def paths() -> dict[str, dict[str, float]]:
     return {name: path(**options) for name, options in PATHS.items()}
 
 
+TARGETS: Final = """\
+To reach were 15 µs mean and 100 µs p99 a call without the disk's part, and 200,000 records/s: the p99 is met, the mean by objects
+that are trained about so, by objects that are dropped one at a time not, and the audit falls short by a seventh. The path is spread
+over some thirty small Python calls per object and one `write(2)` per record, so that a killed process loses none; no single place
+stands out in a profile (`python -m tools.ledger_cost profile`). The audit's memory is one dict entry per id and process that named it.
+
+On S3 a step takes 2 PUTs; a removal 1 POST per 1,000 objects and 1 HEAD per batch; an object its PUT and its ranged GETs, nothing
+for the ledger (`tests/reaper/test_cost_guards.py` and `tests/reaper/test_root_on_s3.py` count them).""".splitlines()
+
+
 def write_results(found: dict[str, Any]) -> None:
     """docs/results/ledger.json and its section."""
     (ROOT / "docs" / "results" / "ledger.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -272,13 +282,7 @@ def write_results(found: dict[str, Any]) -> None:
             f"{a['records_per_s']:,.0f} records/s, {a['peak_mib']:,.0f} MiB at the peak ({a['start_mib']:,.0f} MiB at the start).",
             f"Recovery of {r['objects']:,} objects on a local filesystem: {r['seconds']:.1f} s, {r['objects_per_s']:,.0f} objects/s.",
             "",
-            "To reach were 15 µs mean and 100 µs p99 a call without the disk's part, and 200,000 records/s: the p99 is met, the mean by objects",
-            "that are trained about so, by objects that are dropped one at a time not, and the audit falls short by a seventh. The path is spread",
-            "over some thirty small Python calls per object and one `write(2)` per record, so that a killed process loses none; no single place",
-            "stands out in a profile (`python -m tools.ledger_cost profile`). The audit's memory is one dict entry per id and process that named it.",
-            "",
-            "On S3 a step takes 2 PUTs; a removal 1 POST per 1,000 objects and 1 HEAD per batch; an object its PUT and its ranged GETs, nothing",
-            "for the ledger (`tests/reaper/test_cost_guards.py` and `tests/reaper/test_root_on_s3.py` count them).",
+            *TARGETS,
         ],
     )
 
