@@ -445,7 +445,7 @@ def test_a_chunk_of_dense_rows_that_two_parts_of_a_zigzag_want_is_decoded_once(s
         calls.append(len(packed_bytes))
         decode_chunk(packed_bytes, out, codec)
 
-    monkeypatch.setattr("fsref.reader.decode_chunk", counted)
+    monkeypatch.setattr("fsref.reader.chunks.decode_chunk", counted)
     rows = of_rank(stage, "zigzag", 0, 2, order=[3, 5])
     plan = whole_plan(stage, [s.source for s in stage.sequences], rows, fields=["routed_experts", "indexer_picks"])
     buffers = SliceBuffers(plan, stage.schema, step=0, expert_shards=1)
