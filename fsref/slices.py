@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fsref.buffers import Empty
 from fsref.plan import SlicePlan, Source, plan_slice, with_balanced_padding
 from fsref.plan.packed import PackedRows
 from fsref.reader import DenseOut, Out, RaggedOut, Reader, allocate
@@ -42,9 +43,20 @@ class RankSlice:
 class SliceBuffers:
     """The buffers of one rank's slice: made before the fetch, filled by the reader through ``out``, finished after it."""
 
-    def __init__(self, plan: SlicePlan, schema: Schema, *, step: int, expert_shards: int, expert_dtype: ExpertDtype = "stored") -> None:
-        """``step`` and ``expert_shards``: as in ``balanced_rows``."""
-        self._plan, self._schema = plan, schema
+    def __init__(
+        self,
+        plan: SlicePlan,
+        schema: Schema,
+        *,
+        step: int,
+        expert_shards: int,
+        expert_dtype: ExpertDtype = "stored",
+        empty: Empty = np.empty,
+    ) -> None:
+        """``step`` and ``expert_shards``: as in ``balanced_rows``. ``empty`` makes the buffers, as ``Lease.empty`` does; the arrays of the
+        slice are then valid until the lease is released.
+        """
+        self._plan, self._schema, self._empty = plan, schema, empty
         self._step, self._shards = step, expert_shards
         self._out = {name: self._buffer(schema.field(name), expert_dtype) for name in plan.fields}
 
@@ -71,10 +83,9 @@ class SliceBuffers:
         return RankSlice(plan.rows, fields, valid, plan.rows.padding(), plan.layers)
 
     def _buffer(self, spec: Field, expert_dtype: ExpertDtype) -> DenseOut | RaggedOut:
-        out = allocate(self._plan.read, self._schema, spec.name, layers=self._plan.layers.get(spec.name))
-        if isinstance(out, DenseOut) and spec.expert_count and expert_dtype != "stored":
-            return DenseOut(np.empty(out.rows.shape, expert_dtype))
-        return out
+        dtype = expert_dtype if spec.expert_count and not spec.ragged and expert_dtype != "stored" else ""
+        layers = self._plan.layers.get(spec.name)
+        return allocate(self._plan.read, self._schema, spec.name, layers=layers, dtype=dtype, empty=self._empty)
 
     def _finished(self, name: str, out: DenseOut | RaggedOut, valid: NDArray[np.bool_]) -> FieldData:
         spec, missing = self._schema.field(name), ranges_where(~valid)

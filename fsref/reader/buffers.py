@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsref.buffers import Empty
 from fsref.errors import PayloadError
 from fsref.plan import ReadPlan
 from fsref.refs import Dense, Field, FieldData, Ragged, Schema, TokenRange
@@ -80,18 +81,24 @@ def check_buffers(plan: ReadPlan, out: Out) -> None:
                 raise PayloadError(f"field {read.field.name!r}: columns are {wanted}; buffers of other dtypes were given")
 
 
-def allocate(plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int] | None = None) -> DenseOut | RaggedOut:
-    """Fresh buffers for one field of a plan."""
+def allocate(
+    plan: ReadPlan, schema: Schema, name: str, *, layers: Sequence[int] | None = None, dtype: str = "", empty: Empty = np.empty
+) -> DenseOut | RaggedOut:
+    """Buffers for one field of a plan, made by ``empty``. ``dtype``: of dense rows, a wider one than the stored; empty: the stored one."""
     f = schema.field(name)
     tokens = len(plan.tokens)
     if f.ragged:
         room = values_max(plan, name)
-        columns = {c.name: np.empty(room, c.dtype) for c in f.columns}
-        return RaggedOut(np.zeros(tokens, np.int32), columns, {c.name: np.zeros(tokens, c.dtype) for c in f.row_columns})
+        columns = {c.name: empty((room,), c.dtype) for c in f.columns}
+        counts = empty((tokens,), np.int32)
+        row_columns = {c.name: empty((tokens,), c.dtype) for c in f.row_columns}
+        for rows in (counts, *row_columns.values()):
+            rows[:] = 0
+        return RaggedOut(counts, columns, row_columns)
     shape = f.row_shape
     if layers is not None and f.layer_ids:
         shape = (len(layers), *shape[1:])
-    return DenseOut(np.empty((tokens, *shape), f.dtype))
+    return DenseOut(empty((tokens, *shape), dtype or f.dtype))
 
 
 def result(out: DenseOut | RaggedOut, plan: ReadPlan, spec: Field, missing: tuple[TokenRange, ...]) -> FieldData:
