@@ -135,7 +135,7 @@ class Orchestrator(Process):
         rest = [i for i in ids if i not in first]
         dummies = self.choose.some(ids, 1) if self.choose.chance(0.3) else []
         self.world.events["padding dummy"] += len(dummies)
-        self.world.files[step] = Batch(step, (tuple(first), tuple(rest + dummies)), n, checksum, self.inc)
+        self.world.publish_step(Batch(step, (tuple(first), tuple(rest + dummies)), n, checksum, self.inc))
         yield FREE
 
     # Adoption.

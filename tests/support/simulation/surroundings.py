@@ -68,6 +68,9 @@ class Surroundings:
     objects: set[str] = field(default_factory=set)
     staging: set[str] = field(default_factory=set)
     files: dict[int, Batch] = field(default_factory=dict)
+    published: dict[tuple[int, int, int], Batch] = field(default_factory=dict)
+    """Every batch that ever could be seen, by step, n and sum: an orchestrator that was declared dead and lives on may replace the file of a
+    step that a trainer has read."""
     adopted: dict[str, str] = field(default_factory=dict)
     """Fences: incarnation to who put it up first."""
     dead: set[str] = field(default_factory=set)
@@ -161,6 +164,9 @@ class Surroundings:
         self.objects.add(object_id)
         self.reference.created[object_id] = by
 
+    def publish_step(self, batch: Batch) -> None:
+        self.files[batch.step] = self.published[batch.step, batch.n, batch.checksum] = batch
+
     def remove(self, object_id: str, *, by: str) -> None:
         if object_id in self.objects:
             self.reference.remove(object_id, by)
@@ -191,7 +197,7 @@ class Surroundings:
     def ids_of_steps(self, disk: Disk, lo: int, hi: int) -> list[str]:
         """The objects of the batches that a trainer itself took of these steps."""
         taken = {(r.step, r.n, r.sum) for _, r in disk.records if isinstance(r, StepRecord) and r.st == "taken" and lo <= r.step <= hi}
-        return [i for b in self.files.values() if (b.step, b.n, b.checksum) in taken for i in b.ids]
+        return [i for key in taken if key in self.published for i in self.published[key].ids]
 
     def needed(self, object_id: str) -> str:
         """Who would miss an object if it went now."""
