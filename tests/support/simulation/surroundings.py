@@ -69,8 +69,8 @@ class Surroundings:
     staging: set[str] = field(default_factory=set)
     files: dict[int, Batch] = field(default_factory=dict)
     published: dict[tuple[int, int, int], Batch] = field(default_factory=dict)
-    """Every batch that ever could be seen, by step, n and sum: an orchestrator that was declared dead and lives on may replace the file of a
-    step that a trainer has read."""
+    """Every batch that ever could be seen, by step, n and sum: an orchestrator that was declared dead and lives on may replace the file of
+    a step that a trainer has read."""
     adopted: dict[str, str] = field(default_factory=dict)
     """Fences: incarnation to who put it up first."""
     dead: set[str] = field(default_factory=set)
