@@ -115,8 +115,10 @@ def test_heads_of_different_k_become_a_rectangle_on_request(store: Store) -> Non
     heads = Ragged(np.asarray([2, 0, 4], np.int32), {"ids": np.asarray([1, 2, 5, 6, 7, 8]), "logprobs": -np.arange(6, dtype=np.float32)})
     got = assembled(store, schema, put(store, schema, 3, top_logprobs=heads))["top_logprobs"]
     assert isinstance(got, RaggedTensor)
-    ids, inside = got.rectangle("ids", width=4, fill=-1)
-    assert ids.tolist() == [[1, 2, -1, -1], [-1] * 4, [5, 6, 7, 8]]
-    assert inside.sum(1).tolist() == [2, 0, 4]
-    with pytest.raises(PayloadError, match="4 values, which do not fit a width of 3"):
-        got.rectangle("ids", width=3)
+    wide = got.densified(width=4)
+    assert wide.columns["ids"].tolist() == [[1, 2, -1, -1], [-1] * 4, [5, 6, 7, 8]]
+    assert wide.columns["logprobs"].tolist() == [[0, -1, -np.inf, -np.inf], [-np.inf] * 4, [-2, -3, -4, -5]]
+    assert wide.inside.sum(1).tolist() == wide.counts.tolist() == [2, 0, 4]
+    assert got.densified(width=4, fill={"logprobs": 0}).columns["logprobs"][1].tolist() == [0, 0, 0, 0]
+    with pytest.raises(PayloadError, match="row 2 has 4 values, which do not fit a width of 3"):
+        got.densified(width=3)
