@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.refs import Dense, FieldData, Ragged, ranges_where, token_hash
+from fsref.refs import Dense, FieldData, Ragged, TokenRange, ranges_where, token_hash
+from fsref.refs.merge import Piece, merge
 
 Rows = tuple[int, NDArray[Any]]
 """Position of the first row, and rows [R, ...] of successive tokens."""
@@ -152,21 +153,16 @@ class Capture:
         return out
 
     def _merge_dense(self, pieces: Sequence[Rows], token_count: int) -> Dense:
-        first = pieces[0][1]
-        out = np.zeros((token_count, *first.shape[1:]), np.result_type(*(rows.dtype for _, rows in pieces)))
-        real = np.zeros(token_count, np.bool_)
-        conflicts = 0
-        for start, piece in pieces:
-            stop = min(start + len(piece), token_count)
-            rows = piece[: max(0, stop - start)]
-            fresh = ~real[start:stop]
-            conflicts += _differing(out[start:stop][~fresh], rows[~fresh])
-            out[start:stop][fresh] = rows[fresh]
-            real[start:stop] = True
-        if conflicts:
+        tokens = TokenRange(0, token_count)
+        merged = merge([Piece(start, Dense(rows)).within(tokens) for start, rows in pieces], token_count=token_count)
+        if merged is None:
+            rows = pieces[0][1]
+            return Dense(np.zeros((token_count, *rows.shape[1:]), rows.dtype), ranges_where(np.ones(token_count, np.bool_)))
+        if merged.conflicts:
             with self._lock:
-                self.conflicts += conflicts
-        return Dense(out, ranges_where(~real))
+                self.conflicts += merged.conflicts
+        assert isinstance(merged.data, Dense)
+        return merged.data
 
 
 def _of(dense: Mapping[str, Rows], name: str) -> list[Rows]:

@@ -95,8 +95,8 @@ class Adapter:
     def read(self, raw: bytes, body: Mapping[str, Any], *, trace_id: str | None, head: int | None) -> bytes:
         """Decodes a reply (in a thread), gives its arrays to the capture, and returns the rest as JSON. Raises ``WireError``."""
         rest, heads = take_heads(raw)
-        rest, mask = take_mask(rest)
         rest, routing = splice_routing(rest)
+        rest, mask = take_mask(rest)
         try:
             reply = json.loads(rest)
         except ValueError as e:

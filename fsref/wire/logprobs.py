@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fsref.errors import WireError
 from fsref.refs import Ragged
+from fsref.wire.rows import first_repeat, most_probable
 
 LOGPROB_CLAMP: Final = -9999.0
 """vLLM writes minus infinity, and a logprob that it does not have, as this value."""
@@ -87,29 +88,16 @@ def top_logprobs_of(
     wrong = np.flatnonzero(~(logprobs_N <= _ABOVE_ONE))  # NaN compares false
     if len(wrong):
         raise WireError(f"{_WHAT}: logprob {float(logprobs_N[wrong[0]])!r} found; a number of at most 0 expected")
-    rows_N = np.repeat(np.arange(len(counts_T)), counts_T)
-    _refuse_repeats(rows_N, ids_N)
+    if (repeat := first_repeat(counts_T, ids_N)) is not None:
+        raise WireError(f"{_WHAT}[{repeat[0]}]: token id {repeat[1]} stands twice among the candidates")
     real = (logprobs_N != LOGPROB_CLAMP) & ~np.isneginf(logprobs_N)
-    rows_N, ids_N, logprobs_N = rows_N[real], ids_N[real], logprobs_N[real]
+    if not real.all():
+        counts_T = np.bincount(np.repeat(np.arange(len(counts_T)), counts_T)[real], minlength=len(counts_T))
+        ids_N, logprobs_N = ids_N[real], logprobs_N[real]
     if head is not None:
-        keep = _head_order(rows_N, ids_N, logprobs_N, head)
-        rows_N, ids_N, logprobs_N = rows_N[keep], ids_N[keep], logprobs_N[keep]
-    counts = np.bincount(rows_N, minlength=len(counts_T)).astype(np.int32)
-    return Ragged(counts, {"ids": ids_N.astype(np.int32), "logprobs": logprobs_N})
-
-
-def _head_order(rows_N: NDArray[Any], ids_N: NDArray[Any], logprobs_N: NDArray[Any], head: int) -> NDArray[np.intp]:
-    """Indices of the entries to keep: per row the ``head`` most probable, ties by id, ties across the cut dropped together."""
-    order = np.lexsort((ids_N, -logprobs_N, rows_N))
-    rows, values = rows_N[order], logprobs_N[order]
-    first = np.searchsorted(rows, rows, side="left")
-    rank = np.arange(len(rows)) - first
-    keep = rank < head
-    cut = first + head  # the first entry behind each row's cut
-    has_cut = (cut < len(rows)) & (rows[np.minimum(cut, len(rows) - 1)] == rows) if len(rows) else keep
-    tied = has_cut & (values == values[np.minimum(cut, max(len(rows) - 1, 0))]) if len(rows) else keep
-    kept: NDArray[np.intp] = order[keep & ~tied]
-    return kept
+        counts_T, keep = most_probable(counts_T, ids_N, logprobs_N, head=head)
+        ids_N, logprobs_N = ids_N[keep], logprobs_N[keep]
+    return Ragged(counts_T.astype(np.int32), {"ids": ids_N.astype(np.int32), "logprobs": logprobs_N})
 
 
 def _entries(content: object, token_count: int) -> list[Any]:
@@ -150,14 +138,6 @@ def _logprob(entry: Mapping[str, Any], n: int) -> float:
     if type(value) is not float or not math.isfinite(value) or value > _ABOVE_ONE:
         raise WireError(f"{_WHAT}: entry {n} has logprob {value!r}; a finite number of at most 0 expected")
     return value
-
-
-def _refuse_repeats(rows_N: NDArray[Any], ids_N: NDArray[Any]) -> None:
-    order = np.lexsort((ids_N, rows_N))
-    rows, ids = rows_N[order], ids_N[order]
-    repeats = np.flatnonzero((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]))
-    if len(repeats):
-        raise WireError(f"{_WHAT}[{int(rows[repeats[0]])}]: token id {int(ids[repeats[0]])} stands twice among the candidates")
 
 
 def encode_content(

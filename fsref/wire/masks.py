@@ -17,6 +17,7 @@ from fsref.errors import WireError
 from fsref.refs import MASK_FULL, MASK_TRUNCATED, Ragged
 from fsref.refs.lints import rows_without
 from fsref.wire.npy import check_shape
+from fsref.wire.rows import first_repeat
 from fsref.wire.text import decode_base64
 
 _WHAT: Final = "sampling_mask"
@@ -67,7 +68,8 @@ def check_mask(
         raise WireError(f"{_WHAT}: counts that sum to {int(counts.sum())} found for {len(ids)} ids")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_count:
         raise WireError(f"{_WHAT}: ids {int(ids.min())}..{int(ids.max())} found, 0..{vocab_count - 1} are legal")
-    _refuse_repeats(counts, ids)
+    if (repeat := first_repeat(counts, ids)) is not None:
+        raise WireError(f"{_WHAT}[{repeat[0]}]: token id {repeat[1]} stands twice")
     lacking = rows_without(counts, ids, np.asarray(token_ids, dtype=np.int64)) if refuse_outside else np.zeros(0, np.intp)
     if len(lacking):
         n = int(lacking[0])
@@ -116,15 +118,6 @@ def _packed(value: Mapping[str, Any], name: str) -> NDArray[np.int64]:
     data = decode_base64(packed.get("data"), what=what)
     check_shape((shape[0],), byte_count=len(data), itemsize=4, what=what)
     return np.frombuffer(data, "<i4").astype(np.int64)
-
-
-def _refuse_repeats(counts: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-    rows = np.repeat(np.arange(len(counts)), counts)
-    order = np.lexsort((ids, rows))
-    repeats = np.flatnonzero((np.diff(rows[order]) == 0) & (np.diff(ids[order]) == 0))
-    if len(repeats):
-        at = order[repeats[0]]
-        raise WireError(f"{_WHAT}[{int(rows[at])}]: token id {int(ids[at])} stands twice")
 
 
 def encode_sampling_mask(mask: Ragged) -> list[list[int]]:

@@ -12,8 +12,9 @@ Shape letters: T completion tokens, N entries.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from fsref.refs import Ragged
 from fsref.wire.logprobs import top_logprobs_of
 
 PIECE_BYTES: Final = 1 << 16
+_WINDOW_BYTES: Final = 1 << 20
 _CONTENT: Final = b'"logprobs":{"content":['
 _ENTRY: Final = b'{"token'
 _TOP: Final = b'"top_logprobs":['
@@ -41,6 +43,7 @@ class _Entry(_Candidate, gc=False, kw_only=True):
 
 
 _ENTRIES: Final = msgspec.json.Decoder(list[_Entry])
+_LOGPROB, _TOKEN_ID, _LISTS = attrgetter("logprob"), attrgetter("token_id"), attrgetter("top_logprobs")
 _ROWS: Final = msgspec.json.Decoder(list[list[int]])
 
 
@@ -70,27 +73,28 @@ def take_heads(raw: bytes) -> tuple[bytes, Heads | None]:
     start = _begin(raw, _CONTENT, first=_ENTRY)
     if start is None:
         return raw, None
-    tokens: list[int] = []
+    tokens: list[NDArray[np.int64]] = []
     logprobs: list[float] = []
     counts: list[int] = []
     ids: list[NDArray[np.int64]] = []
     values: list[NDArray[np.float32]] = []
     try:
         stop = _content_stop(raw)
-        if raw.find(_CONTENT, stop) >= 0:
+        if _find(raw, _CONTENT, stop) >= 0:
             return raw, None  # several choices
         for piece in _content_pieces(raw, start, stop):
             entries = _ENTRIES.decode(b"".join((b"[", piece, b"]")))
-            tokens += map(_token, entries)
-            logprobs += [e.logprob for e in entries]
-            counts += [len(e.top_logprobs) for e in entries]
-            candidates = list(chain.from_iterable(e.top_logprobs for e in entries))
-            ids.append(np.fromiter(map(_token, candidates), np.int64, len(candidates)))
-            values.append(np.fromiter((c.logprob for c in candidates), np.float64, len(candidates)).astype(np.float32))
+            tokens.append(_ids(entries))
+            logprobs += map(_LOGPROB, entries)
+            lists = list(map(_LISTS, entries))
+            counts += map(len, lists)
+            candidates = list(chain.from_iterable(lists))
+            ids.append(_ids(candidates))
+            values.append(np.fromiter(map(_LOGPROB, candidates), np.float64, len(candidates)).astype(np.float32))
     except (msgspec.DecodeError, ValueError):
         return raw, None
     heads = Heads(
-        np.asarray(tokens, np.int64),
+        np.concatenate(tokens),
         np.asarray(logprobs, np.float64),
         np.asarray(counts, np.int64),
         np.concatenate(ids),
@@ -105,7 +109,7 @@ def take_mask(raw: bytes) -> tuple[bytes, Mask | None]:
     if start is None:
         return raw, None
     stop = raw.find(b"]]", start) + 1
-    if not stop or raw.find(_MASK, stop) >= 0:
+    if not stop or _find(raw, _MASK, stop) >= 0:
         return raw, None
     counts: list[int] = []
     ids: list[NDArray[np.int64]] = []
@@ -117,6 +121,12 @@ def take_mask(raw: bytes) -> tuple[bytes, Mask | None]:
     except (msgspec.DecodeError, ValueError, OverflowError):
         return raw, None
     return raw[:start] + raw[stop:], Mask(np.asarray(counts, np.int64), np.concatenate(ids))
+
+
+def _ids(entries: Sequence[_Candidate]) -> NDArray[np.int64]:
+    """Their token ids [N]; ``ValueError`` where one has none."""
+    ids = np.fromiter(map(_TOKEN_ID, entries), np.int64, len(entries))
+    return np.fromiter(map(_token, entries), np.int64, len(entries)) if (ids < 0).any() else ids
 
 
 def _token(entry: _Candidate) -> int:
@@ -131,9 +141,18 @@ def _token(entry: _Candidate) -> int:
 
 def _begin(raw: bytes, key: bytes, *, first: bytes) -> int | None:
     """Where the list under ``key`` begins, behind its bracket; None unless it is there and begins with ``first``."""
-    at = raw.find(key)
+    at = _find(raw, key)
     start = at + len(key)
     return start if at >= 0 and raw.startswith(first, start) else None
+
+
+def _find(raw: bytes, key: bytes, start: int = 0) -> int:
+    """``raw.find`` a window at a time: in 12 MB of base64 it needs 16 ms, in which no other thread runs."""
+    for at in range(start, len(raw), _WINDOW_BYTES):
+        found = raw.find(key, at, at + _WINDOW_BYTES + len(key) - 1)
+        if found >= 0:
+            return found
+    return -1
 
 
 def _content_stop(raw: bytes) -> int:

@@ -108,6 +108,16 @@ def test_duplicate_ids_are_counted_per_token_and_layer(top_k: int, experts: int)
         find(payload, run_schema, Lints(duplicate_ids="refuse"))
 
 
+@pytest.mark.payload("B8")
+def test_of_a_long_payload_a_warning_samples_tokens_and_a_refusal_looks_at_all() -> None:
+    run_schema, rows = schema(), distinct(4100)
+    rows[[9, 12, 4096]] = 3  # every token of both layers; of these only multiples of four are sampled
+    assert found(run_schema, routed_experts=Dense(rows))["duplicate_ids"] == 4
+    payload = Payload(np.arange(4100, dtype=np.int32), {"routed_experts": Dense(rows)}).checked(run_schema)
+    with pytest.raises(PayloadError, match="6 of 8200 rows of ids name an expert twice, first token 9 "):
+        find(payload, run_schema, Lints(duplicate_ids="refuse"))
+
+
 @pytest.mark.payload("E3")
 def test_a_mask_without_its_sampled_token_is_found_and_order_does_not_matter() -> None:
     run_schema = schema()
