@@ -7,10 +7,11 @@ from fsref.config import LedgerSection
 from fsref.errors import FsrefError
 from fsref.failpoints import failpoint
 from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
+from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
 from fsref.journal.run import RunInfo
 from fsref.ledger import records
-from fsref.ledger.ids import pack_known, sum_of
+from fsref.ledger.ids import pack_known, split, sum_of
 from fsref.ledger.recovery import adopt_records, settle
 from fsref.ledger.rights import ConsumerRights
 from fsref.reaper.adopt import Adopted, fence_and_read
@@ -73,6 +74,8 @@ class ConsumerHolder(Holder):
         """
         with self._lock:
             self._deleter.check()
+            if self.role == "evl":
+                self._refuse_adopted(sizes)
             fresh = self._rights.take(sizes)
             if fresh:
                 count = self._count
@@ -86,6 +89,12 @@ class ConsumerHolder(Holder):
                     self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request, piece, part), fresh))
                 failpoint("take.after_append")
             return fresh
+
+    def _refuse_adopted(self, object_ids: Iterable[str]) -> None:
+        """The orchestrator knows whom it adopted; an eval process beside it sees the fence only."""
+        for inc in {split(o)[0] for o in object_ids}:
+            if read_adopted(self._ledger, inc) is not None:
+                self._rights.refuse(inc)
 
     def drop(self, object_ids: Iterable[str], reason: str) -> int:
         """Decides to remove held ids; the removal happens in the background. Returns how many were new.

@@ -453,3 +453,21 @@ def test_nothing_outside_the_run_is_ever_touched(stage: Stage) -> None:
     assert found.violation_counts == {"unexpected": 1}
     recover(stage.store, stage.ledger, run=stage.run, resume_step=None, remove_unexpected=True)
     assert (canary / "0000000000.zip").read_bytes() == b"keep me"
+
+
+@pytest.mark.fault(4)
+def test_an_eval_beside_the_run_refuses_the_late_reply_of_a_worker_that_the_orchestrator_adopted(stage: Stage) -> None:
+    env, orc, evl = stage.env(), stage.orc(), stage.orc("evl")
+    early, late = stage.reply(env, evl), stage.put(env)
+    env.sent("late", late)
+    stage.kill(env)
+    adopted = orc.adopt(env.inc)
+    assert adopted.orphans == 1
+    assert evl.take("late", dict.fromkeys(late, 100)) == []
+    assert evl.counters["late_refused"] == 1
+    evl.drop(early, "eval")
+    for holder in (evl, orc):
+        holder.close()
+    found = close_run(stage.store, stage.ledger, run=stage.run)
+    assert (found.verdict, found.violations) == (Verdict.PROVED, ()), found.render()
+    assert stage.objects() == []
