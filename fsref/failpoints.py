@@ -91,6 +91,10 @@ POINTS: Final[dict[str, str]] = {
     "leader.after_delete": "a data rank's leader has removed its share",
     "done_steps.before_append": "every leader has removed its share, no done",
     "done_steps.after_append": "done is appended",
+    # The ranks of a node.
+    "nodecache.open.empty": "a node cache has its size and no header yet",
+    "nodecache.fetch.claimed": "chunks are claimed for this rank, nothing is fetched",
+    "nodecache.leave.placed": "under the node's lock: a place was given out, the chunk's bytes are not there",
     # Recovery.
     "recover.after_open": "its journal is open, it has no lock",
     "recover.after_lock": "it is the only recovery",

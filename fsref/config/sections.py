@@ -257,6 +257,14 @@ class StoreSection(Section, frozen=True, kw_only=True):
     """How long a closing reader waits for fetch threads; one that is stuck in the kernel is abandoned and counted."""
     prefetch_steps: Natural = 1
     """Steps fetched ahead of the one that trains."""
+    node_cache_bytes: Natural = 0
+    """Memory that the trainer ranks of a node share, so that chunks which several of them want are fetched once; 0: none. Worth it where
+    ranks share a micro batch (tensor, context or pipeline parallel); then the stored bytes of all of a node's steps that are under way.
+    A smaller one works, and shares less. Ranks of one data rank each want different objects and gain nothing."""
+    node_cache_dir: str = "/dev/shm"  # noqa: S108 - the file in it is checked for its owner and mode
+    """Folder of the file behind that memory, on a filesystem in memory."""
+    node_cache_wait_s: Positive = 10.0
+    """How long a rank waits for another one's fetch of a chunk; then it fetches the chunk itself."""
     driver: Literal["auto", "obstore", "fsspec"] = "auto"
     """Who moves bytes: ``auto`` takes plain files for folders, obstore for ``s3://`` and fsspec for every other URL."""
     endpoint: str = ""

@@ -14,12 +14,15 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
+from fsref.nodecache import NodeCache, Span
 from fsref.plan import Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
 from fsref.reader.chunks import Placer
@@ -49,7 +52,9 @@ class ReadCounters:
     """What a reader did; plain numbers that a metrics hook may copy."""
 
     requests: int = 0
+    """Ranged reads from the store."""
     bytes_fetched: int = 0
+    """From the store; what another rank of the node had fetched is not in it."""
     retries: int = 0
     abandoned: int = 0
     """Threads that were stuck in a read and given up."""
@@ -64,20 +69,22 @@ class _Task(NamedTuple):
     segment: SegmentRead
     requests: tuple[Request, ...]
     out: Out
+    step: int
+    tally: ReadCounters
 
 
-def _tasks(plan: ReadPlan, out: Out) -> Iterator[_Task]:
+def _tasks(plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> Iterator[_Task]:
     for number, segment in enumerate(plan.segments):
         group: list[Request] = []
         size = 0
         for request in segment.requests:
             if group and size + request.size > TASK_BYTES:
-                yield _Task(number, segment, tuple(group), out)
+                yield _Task(number, segment, tuple(group), out, step, tally)
                 group, size = [], 0
             group.append(request)
             size += request.size
         if group:
-            yield _Task(number, segment, tuple(group), out)
+            yield _Task(number, segment, tuple(group), out, step, tally)
 
 
 class Reader:
@@ -93,14 +100,17 @@ class Reader:
         retry_s: float = 30.0,
         deadline_s: float = 120.0,
         abandon_s: float = 5.0,
+        cache: NodeCache | None = None,
     ) -> None:
         """``retries_max`` and ``retry_s`` bound the attempts of one read, ``deadline_s`` the wait for a plan, ``abandon_s`` that for
-        threads at the end; all in ``[store]``. What a store retries itself is not retried here again.
+        threads at the end; all in ``[store]``. What a store retries itself is not retried here again. ``cache``: what the ranks of this
+        node fetch once for all of them; the caller closes it, after the reader.
         """
         self._store, self._schema = store, schema
         self._retries_max, self._retry_s, self._deadline_s, self._abandon_s = retries_max, retry_s, deadline_s, abandon_s
         self._pool = Threads(threads, name="fsref-fetch")
         self._placer = Placer(schema.codec)
+        self._cache = cache
         self._lock = threading.Lock()
         self.counters = ReadCounters()
         # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
@@ -120,14 +130,21 @@ class Reader:
             gap_bytes_max=self.gap_bytes_max,
         )
 
-    def submit(self, plan: ReadPlan, out: Out) -> list[Future[None]]:
+    def submit(self, plan: ReadPlan, out: Out, *, step: int = 0, tally: ReadCounters | None = None) -> list[Future[None]]:
         """Starts a plan in the pool. Every field that the plan reads needs its buffers in ``out``.
 
-        One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread. Raises
-        ``PayloadError`` for a buffer whose dtype does not hold the stored one; dense rows may be read into a wider one.
+        One future per object, or per ``TASK_BYTES`` of a larger one, so that one long sample also uses every thread. ``step``: the training
+        step that it is for; work of earlier steps goes first, whenever it came. ``tally``: also counts what this plan does, beside
+        ``counters``. Raises ``PayloadError`` for a buffer whose dtype does not hold the stored one; dense rows may be read into a wider
+        one.
         """
         check_buffers(plan, out)
-        return [self._pool.submit(partial(self._run, task)) for task in _tasks(plan, out)]
+        tasks = list(_tasks(plan, out, step, ReadCounters() if tally is None else tally))
+        if self._cache is not None and tasks:
+            # Ranks that want the same begin at different places: each fetches a part, and finds the others' when it comes to them.
+            first = self._cache.member * len(tasks) // max(1, self._cache.member_count) % len(tasks)
+            tasks = tasks[first:] + tasks[:first]
+        return [self._pool.submit(partial(self._run, task), priority=step) for task in tasks]
 
     def collect(self, futures: Sequence[Future[None]]) -> list[Exception]:
         """Waits for what ``submit`` started, at most ``deadline_s`` seconds; returns the errors, none if all is filled.
@@ -198,44 +215,64 @@ class Reader:
         self.close()
 
     def _run(self, task: "_Task") -> None:
-        segment = task.segment
-        file = self._retry(lambda: self._open(segment), f"opening {segment.object_id}")
-        try:
+        with _Source(self._store, task.segment) as source:
             for request in task.requests:
-                self._retry(partial(self._read_request, file, request, task), f"reading {segment.object_id}")
-        finally:
-            file.close()
+                self._retry(partial(self._read_request, source, request, task), f"reading {task.segment.object_id}", task)
 
-    def _open(self, segment: SegmentRead) -> ObjectFile:
-        file = self._store.open(object_name(segment.object_id), byte_count=segment.byte_count)
-        if file.byte_count != segment.byte_count:
-            file.close()
-            raise ObjectCorrupt(f"the object has {file.byte_count} bytes, its reference says {segment.byte_count}: truncated or replaced")
-        return file
-
-    def _read_request(self, file: ObjectFile, request: Request, task: "_Task") -> None:
+    def _read_request(self, source: "_Source", request: Request, task: "_Task") -> None:
         stored = self._placer.stored(request.size)
-        file.read_into(request.offset, stored)
-        with self._lock:
-            self.counters.requests += 1
-            self.counters.bytes_fetched += request.size
-        self._placer.place(stored, request, task.segment, task.number, task.out)
+        try:
+            shared = self._load(source, request, task, stored)
+            try:
+                self._placer.place(stored, request, task.segment, task.number, task.out)
+            except ObjectCorrupt:
+                if self._cache is None:
+                    raise
+                self._cache.discard(task.segment.object_id, _spans(request))
+                if not shared:
+                    raise
+                source.read_into(request.offset, stored)
+                self._count(task, requests=1, bytes_fetched=request.size)
+                self._placer.place(stored, request, task.segment, task.number, task.out)
+        except StoreError:
+            source.close()  # a handle may be what is wrong: the next attempt opens the object anew
+            raise
 
-    def _retry(self, work: Callable[[], Any], asked: str) -> Any:
+    def _load(self, source: "_Source", request: Request, task: "_Task", stored: NDArray[np.uint8]) -> bool:
+        """Fills ``stored`` with the request's bytes; whether any of them were fetched by another rank, or before."""
+        if self._cache is None:
+            source.read_into(request.offset, stored)
+            self._count(task, requests=1, bytes_fetched=request.size)
+            return False
+
+        def fetch(start: int, stop: int) -> None:
+            source.read_into(request.offset + start, stored[start:stop])
+            self._count(task, requests=1, bytes_fetched=stop - start)
+
+        return self._cache.fill(task.segment.object_id, _spans(request), stored, fetch, step=task.step) > 0
+
+    def _count(self, task: "_Task", **more: int) -> None:
+        with self._lock:
+            for counters in (self.counters, task.tally):
+                for name, value in more.items():
+                    setattr(counters, name, getattr(counters, name) + value)
+
+    def _retry(self, work: Callable[[], None], asked: str, task: "_Task") -> None:
         """Runs ``work`` again, with growing random waits, for errors that may heal: a network filesystem's late view, a flipped bit."""
         end = time.monotonic() + self._retry_s
         failures: list[StoreError] = []
         while True:
             try:
-                return work()
+                work()
             except (ObjectMissing, ObjectCorrupt, StoreUnavailable) as e:
                 failures.append(e)
                 same = sum(type(f) is type(e) for f in failures)
                 wait_s = random.uniform(0.5, 1.0) * min(0.02 * 4 ** len(failures), 2.0)  # noqa: S311 - jitter, not a secret
                 if same > self._retries_of(e) or time.monotonic() + wait_s > end:
                     raise type(e)(f"{asked}, given up after {len(failures)} attempt{'s' * (len(failures) > 1)}: {e}") from e
-            with self._lock:
-                self.counters.retries += 1
+            else:
+                return
+            self._count(task, retries=1)
             time.sleep(wait_s)
 
     def _retries_of(self, error: StoreError) -> int:
@@ -245,6 +282,45 @@ class Reader:
         if isinstance(error, StoreUnavailable) and self._store.retries_itself:
             return 0
         return self._retries_max
+
+
+class _Source:
+    """The object of a segment, opened when something is first read of it: what the node has already costs no look at the store."""
+
+    def __init__(self, store: Store, segment: SegmentRead) -> None:
+        self._store, self._segment = store, segment
+        self._file: ObjectFile | None = None
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Raises ``ObjectCorrupt`` for an object of another size than its reference says, else as ``ObjectFile.read_into``."""
+        if self._file is None:
+            self._file = self._open()
+        self._file.read_into(offset, out)
+
+    def _open(self) -> ObjectFile:
+        segment = self._segment
+        file = self._store.open(object_name(segment.object_id), byte_count=segment.byte_count)
+        if file.byte_count != segment.byte_count:
+            file.close()
+            raise ObjectCorrupt(f"the object has {file.byte_count} bytes, its reference says {segment.byte_count}: truncated or replaced")
+        return file
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _spans(request: Request) -> list[Span]:
+    """The request's chunks, each once; several reads may want rows of one."""
+    places = sorted({(c.offset, c.size) for c in request.chunks})
+    return [Span(n, request.offset + offset, offset, size) for n, (offset, size) in enumerate(places)]
 
 
 def _error(future: Future[None]) -> Exception | None:

@@ -1,9 +1,11 @@
 """Threads for operations that may hang for ever, as a read from a dead network filesystem does.
 
-Owns a bounded number of daemon threads and the futures of their work. A thread that does not come back is abandoned: counted, replaced by a
-fresh one, and left alone with the memory that it may still write to. Refuses to wait without a deadline.
+Owns a bounded number of daemon threads, the futures of their work and its order. A thread that does not come back is abandoned: counted,
+replaced by a fresh one, and left alone with the memory that it may still write to. Refuses to wait without a deadline.
 """
 
+import itertools
+import math
 import queue
 import threading
 import time
@@ -16,6 +18,8 @@ from fsref.errors import StoreUnavailable
 ABANDONED_MAX: Final = 64
 """Threads that one pool gives up at most; beyond, work waits for the ones that are left."""
 _Work = tuple[Future[None], Callable[[], None]]
+_Queued = tuple[float, int, _Work | None]
+"""Priority, and a serial number so that equals keep their order and work is never compared."""
 
 
 class _Worker(threading.Thread):
@@ -47,22 +51,23 @@ class Threads:
     def __init__(self, count: int, *, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[_Queued] = queue.PriorityQueue()
+        self._serial = itertools.count()
         self._workers: list[_Worker] = []
         self._count = count
         self._closed = False
         self.abandoned = 0
         """Threads that were given up so far."""
 
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Runs ``call`` on a thread; its exception becomes the future's."""
+    def submit(self, call: Callable[[], None], *, priority: float = 0) -> Future[None]:
+        """Runs ``call`` on a thread, lower ``priority`` first, else in order; its exception becomes the future's."""
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
             if len(self._workers) < self._count:
                 self._start()
-            self._queue.put((future, call))
+            self._put(priority, (future, call))
         return future
 
     def abandon(self, futures: Iterable[Future[None]], reason: str) -> int:
@@ -93,7 +98,7 @@ class Threads:
             workers = list(self._workers)
         self._drain()
         for _ in workers:
-            self._queue.put(None)
+            self._put(math.inf, None)
         end = time.monotonic() + deadline_s
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
@@ -102,7 +107,7 @@ class Threads:
 
     def take(self) -> _Work | None:
         """The next work, for a worker; None: stop."""
-        return self._queue.get()
+        return self._queue.get()[2]
 
     def begin(self, worker: _Worker, future: Future[None]) -> bool:
         """Whether the work still is to be done."""
@@ -117,6 +122,9 @@ class Threads:
         with self._lock:
             worker.future = None
 
+    def _put(self, priority: float, work: _Work | None) -> None:
+        self._queue.put((priority, next(self._serial), work))
+
     def _start(self) -> None:
         worker = _Worker(self, f"{self._name}-{len(self._workers)}")
         self._workers.append(worker)
@@ -125,7 +133,7 @@ class Threads:
     def _drain(self) -> None:
         while True:
             try:
-                work = self._queue.get_nowait()
+                work = self._queue.get_nowait()[2]
             except queue.Empty:
                 return
             if work is not None:

@@ -14,6 +14,7 @@ from fsref.reader import Reader, allocate
 from fsref.refs import Codec, Dense, Payload, PayloadRef, Ragged, Schema, TokenRange, object_name
 from fsref.store import Store, open_root
 from fsref.writer import Writer
+from tests.support.faultystore import FaultyStore
 from tests.support.payloads import Numbers, cut, payload, schema
 
 
@@ -174,22 +175,11 @@ def test_a_file_that_appears_late_is_waited_for(store: Store) -> None:
     run_schema = schema()
     arrays = payload(np.random.default_rng(9), run_schema, 30)
     ref = put(store, run_schema, arrays)
-    assert store.posix_path is not None
-    path = Path(store.posix_path) / object_name(ref.object_ids[0])
-    hidden = path.with_suffix(".hidden")
-    path.rename(hidden)
-    attempts = []
-
-    class Late(Reader):
-        def _open(self, segment):  # type: ignore[no-untyped-def]
-            attempts.append(1)
-            if len(attempts) == 2:
-                hidden.rename(path)
-            return super()._open(segment)
-
-    with Late(store, run_schema, retries_max=4) as reader:
+    faulty = FaultyStore(store)
+    fault = faulty.fail("open", ObjectMissing("not visible yet"))
+    with Reader(faulty, run_schema, retries_max=4) as reader:
         assert_same(arrays, reader.read(ref), 0, 30)
-        assert reader.counters.retries == 1
+        assert reader.counters.retries == fault.used == 1
 
 
 def test_a_reference_of_another_schema_is_refused_before_any_read(store: Store) -> None:
