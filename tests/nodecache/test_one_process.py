@@ -23,7 +23,22 @@ DEADLINE_S = 60.0
 def content(object_id: str, offset: int, size: int) -> NDArray[np.uint8]:
     """What the store has there."""
     seed = np.frombuffer(object_id.encode(), np.uint8).sum(dtype=np.uint64)
-    return ((np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(2654435761) + seed) >> np.uint64(7)).astype(np.uint8)
+    out: NDArray[np.uint8] = ((np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(2654435761) + seed) >> np.uint64(7)).astype(
+        np.uint8
+    )
+    return out
+
+
+class Gate:
+    """Something that says when it is reached, and waits."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.entered, self.go, self._then = threading.Event(), threading.Event(), then
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.go.wait(DEADLINE_S)
+        self._then()
 
 
 class Rank:
@@ -32,7 +47,7 @@ class Rank:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.cache = NodeCache(folder, **{"name": "run", "bytes_max": 1 << 20, "wait_s": DEADLINE_S, **options})
         self.fetched: list[tuple[int, int]] = []
-        self.before: Callable[[], None] = lambda: None
+        self.before: Callable[[], object] = lambda: None
 
     def read(self, spans: list[Span], *, object_id: str = OBJECT, step: int = 0) -> int:
         """Fills the spans and checks every byte; returns how many came from others."""
@@ -133,14 +148,13 @@ def test_a_chunk_is_fetched_once_however_many_want_it_at_the_same_time(node: Cal
 
 def test_who_waits_gets_the_bytes_when_they_are_there_and_fetches_its_own_meanwhile(node: Callable[..., Rank]) -> None:
     a, b = node(), node()
-    entered, go = threading.Event(), threading.Event()
-    a.before = lambda: (entered.set(), go.wait(DEADLINE_S))
+    gate = a.before = Gate()
     first = thread(lambda: a.read(touching(4)))
-    assert entered.wait(DEADLINE_S)
+    assert gate.entered.wait(DEADLINE_S)
     second = thread(lambda: b.read(touching(8)))
     until(lambda: b.fetched == [(4000, 8000)])
     assert second.is_alive()
-    go.set()
+    gate.go.set()
     for t in (first, second):
         t.join(DEADLINE_S)
     assert b.fetched == [(4000, 8000)]
@@ -165,15 +179,14 @@ def test_one_that_hangs_while_fetching_holds_the_others_up_to_the_deadline_only_
     node: Callable[..., Rank],
 ) -> None:
     a, b, c = node(), node(wait_s=0.2), node(wait_s=0.2)
-    entered, go = threading.Event(), threading.Event()
-    a.before = lambda: (entered.set(), go.wait(DEADLINE_S))
+    gate = a.before = Gate()
     hung = thread(lambda: a.read(touching(3)))
-    assert entered.wait(DEADLINE_S)
+    assert gate.entered.wait(DEADLINE_S)
     assert b.read(touching(3)) == 0
     assert (b.fetched, b.cache.counters.takeovers, b.cache.counters.waits) == ([(0, 3000)], 3, 1)
     assert c.read(touching(3)) == 3  # what b left
     held = c.cache.bytes_held
-    go.set()
+    gate.go.set()
     hung.join(DEADLINE_S)
     assert c.cache.bytes_held == held == 3000
 
@@ -184,8 +197,8 @@ def test_a_fetch_that_failed_is_nobodys_but_its_own(node: Callable[..., Rank]) -
     def fail() -> None:
         raise ObjectMissing("not there for a")
 
-    entered, go = threading.Event(), threading.Event()
-    a.before = lambda: (entered.set(), go.wait(DEADLINE_S), fail())
+    gate = Gate(then=fail)
+    a.before = gate
     failures: list[type[BaseException]] = []
 
     def work() -> None:
@@ -195,9 +208,9 @@ def test_a_fetch_that_failed_is_nobodys_but_its_own(node: Callable[..., Rank]) -
             failures.append(ObjectMissing)
 
     first = thread(work)
-    assert entered.wait(DEADLINE_S)
+    assert gate.entered.wait(DEADLINE_S)
     second = thread(lambda: b.read(touching(4)))
-    go.set()
+    gate.go.set()
     for t in (first, second):
         t.join(DEADLINE_S)
         assert not t.is_alive()
@@ -325,13 +338,12 @@ def resident_kib() -> int:
 
 def test_after_closing_reads_go_past_the_cache_and_a_read_that_is_under_way_ends(node: Callable[..., Rank]) -> None:
     a, b = node(), node()
-    entered, go = threading.Event(), threading.Event()
-    a.before = lambda: (entered.set(), go.wait(DEADLINE_S))
+    gate = a.before = Gate()
     late = thread(lambda: a.read(touching(4)))
-    assert entered.wait(DEADLINE_S)
+    assert gate.entered.wait(DEADLINE_S)
     a.cache.close()
     assert b.read(touching(4)) == 0  # its claims ended with its membership
-    go.set()
+    gate.go.set()
     late.join(DEADLINE_S)
     assert not late.is_alive()
     before = descriptors()
@@ -427,16 +439,15 @@ def test_what_dead_runs_left_is_removed_by_whoever_comes_next_and_nothing_else(t
 
 def test_members_get_the_lowest_free_numbers_and_a_new_one_has_nothing_of_the_one_before(node: Callable[..., Rank]) -> None:
     a, b = node(), node()
-    entered, go = threading.Event(), threading.Event()
-    b.before = lambda: (entered.set(), go.wait(DEADLINE_S))
+    gate = b.before = Gate()
     stuck = thread(lambda: b.read(touching(2)))
-    assert entered.wait(DEADLINE_S)
+    assert gate.entered.wait(DEADLINE_S)
     b.cache.close()
     again = node()
     assert (a.cache.member, again.cache.member) == (0, 1)
     assert a.read(touching(2)) == 0  # the claim was the other member 1's
     assert a.cache.counters.takeovers == 2
-    go.set()
+    gate.go.set()
     stuck.join(DEADLINE_S)
 
 
