@@ -8,8 +8,9 @@ import msgspec
 from fsref.cli.show import make_console, make_table, show_head
 from fsref.errors import ConfigError
 from fsref.inspection.find import find_run, parse_step
-from fsref.inspection.layout import Layout, layout_report, parse_stages
+from fsref.inspection.layout import layout_report
 from fsref.inspection.records import LayoutReport
+from fsref.parallel import Parallel, parse_stages
 from fsref.pipeline.metrics import show_bytes
 from fsref.plan import ContextLayout
 
@@ -19,7 +20,16 @@ def main(what: str, *, run: str, json: bool, layout: str, context_ranks: int, te
     step = parse_step(what)
     if step is None:
         raise ConfigError(f"--layout shows what ranks read of a step (step_000012), {what or 'nothing'!r} was named")
-    wanted = Layout(ContextLayout(layout), context_ranks, tensor_ranks, multiple, parse_stages(stages))
+    lists = parse_stages(stages)
+    wanted = Parallel(
+        context=context_ranks,
+        tensor=tensor_ranks,
+        sequence=tensor_ranks > 1,
+        pipeline=max(1, len(lists)),
+        layout=ContextLayout(layout),
+        stages=lists,
+        multiple=multiple,
+    )
     report = layout_report(find_run(run, here=Path.cwd()), step, wanted)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")

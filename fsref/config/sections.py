@@ -15,6 +15,8 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+ParallelAxis = Literal["data", "context", "tensor", "pipeline"]
+"""An axis of a parallel layout."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -181,10 +183,33 @@ class OrchestratorSection(Section, frozen=True, kw_only=True):
 
 
 class ParallelSection(Section, frozen=True, kw_only=True):
-    """``[trainer.parallel]``: how a step is laid over ranks."""
+    """``[trainer.parallel]``: how a step is laid over ranks. ``fsref trainer`` is data parallel; the other axes are
+    for trainers of one's own (``fsref.loader``)."""
 
     data: Count = 2
     """Data ranks; each reads its own rank file."""
+    context: Count = 1
+    """Context parallel ranks, which share the rows of every sequence."""
+    tensor: Count = 1
+    """Tensor parallel ranks."""
+    pipeline: Count = 1
+    """Pipeline ranks."""
+    layout: Literal["", "zigzag", "contiguous", "allgather"] = ""
+    """How context ranks share rows; needed where there are several, and never guessed."""
+    stages: str = ""
+    """Layer ids of the pipeline ranks, ``0-2,7;3-6``, with ``|`` between a rank's virtual stages; needed where there are several ranks."""
+    sequence: bool = False
+    """Sequence parallelism: tensor ranks share the rows of a context rank. Off: all of them see the same rows."""
+    sequence_multiple: Natural = 0
+    """Every sequence is padded to a multiple of it before the split; 0: to the least that the layout divides."""
+    multiple: Count = 1
+    """A context rank's rows are padded to a multiple of it, behind the split (``allgather``: before it)."""
+    expert_shards: Count = 1
+    """Expert parallel ranks that a layer's experts are spread over; padding rows are balanced over them."""
+    loss_stage: Annotated[int, Meta(ge=-1)] = -1
+    """Pipeline rank that has the logits, and so reads the fields without layers; -1: the last."""
+    order: tuple[ParallelAxis, ...] = ()
+    """The axes, slowest first, that ranks are numbered along; needed where several have more than one rank."""
 
 
 class LossSection(Section, frozen=True, kw_only=True):

@@ -57,6 +57,8 @@ class SliceReport(msgspec.Struct, frozen=True):
     tokens: int
     padding: int
     """Rows where no token stands."""
+    fields: tuple[str, ...]
+    """Read by this rank: those without layers at the loss only."""
     layers: tuple[int, ...]
     """Global layer ids that it reads rows of."""
     bytes: int

@@ -19,7 +19,7 @@ def ready_batches(taken: Taken, agreement: Agreement, stand_ins: StandIns, *, de
     A micro batch that another rank of the same data rank failed to fetch is a stand-in too.
     """
     moved = [on_device(t if isinstance(t, PackedMicroBatch) else t.batch, device) for t in taken]
-    stand_ins.learn(m for m, t in zip(moved, taken, strict=True) if isinstance(t, PackedMicroBatch))
+    stand_ins.learn(m for m, dropped in zip(moved, agreement.dropped, strict=True) if not dropped)
     out: list[PackedMicroBatch] = []
     generated = 0
     for batch, dropped in zip(moved, agreement.dropped, strict=True):

@@ -7,19 +7,21 @@ what could not be removed is left to the run's close.
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 from fsref.config import TrainerSection
-from fsref.errors import ObjectMissing, StepReleased
+from fsref.errors import ObjectMissing, StepReleased, StoreUnavailable
 from fsref.failpoints import failpoint
 from fsref.loader.ranks import Ranks
 from fsref.reaper import Outcome, delete_objects
 from fsref.steps import RankFile, StepInfo, read_info, read_rank
 from fsref.store import Store
+from fsref.store.threads import Threads
 
 _log: Final = logging.getLogger(__name__)
 
@@ -44,6 +46,11 @@ class Removed:
     pending: int = 0
     """Objects whose removal still runs."""
 
+    def __add__(self, later: "Removed") -> "Removed":
+        """Both; what is pending is what the later one says."""
+        objects, size = self.objects + later.objects, self.bytes + later.bytes
+        return Removed(objects, size, self.absent + later.absent, self.failed + later.failed, later.pending)
+
 
 @dataclass
 class _Share:
@@ -52,26 +59,37 @@ class _Share:
     lo: int
     hi: int
     sizes: dict[str, int]
-    outcome: "Future[Outcome]"
-    settled: bool = field(default=False)
+    over: "Future[None]"
+    outcome: list[Outcome]
+    """What the removal came to, once it is over."""
 
 
 class Committer:
     """Removes the arrays of trained steps. Every method but ``fetched`` is collective. A context manager."""
 
-    def __init__(self, ranks: Ranks, store: Store, ledger: StepLedger | None, config: TrainerSection, *, delete_threads: int = 1) -> None:
-        """``ledger``: rank 0's holder, None elsewhere."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: Store,
+        ledger: StepLedger | None,
+        config: TrainerSection,
+        *,
+        delete_threads: int = 1,
+        abandon_s: float = 5.0,
+    ) -> None:
+        """``ledger``: rank 0's holder, None elsewhere. ``abandon_s``: how long a close waits for a removal that is stuck."""
         self._ranks, self._store, self._ledger = ranks, store, ledger
         self._policy, self._keep_last, self._delete_threads = config.commit, config.keep_last, delete_threads
         self._owned: dict[int, dict[str, int]] = {}
         self._shares: list[_Share] = []
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fsref-commit")
+        self._settle_s, self._abandon_s = config.collective_s / 2, abandon_s
+        self._pool = Threads(1, name="fsref-commit")
 
     def fetched(self, rank_file: RankFile) -> None:
         """Every rank has this step's tensors, or has agreed to go without: its removal may follow, by policy."""
         sizes = {s.object_id: s.byte_count for m in rank_file.micro_batches for q in m.sequences if q.ref for s in q.ref.segments}
-        self._owned[rank_file.step] = {i: sizes.get(i, 0) for i in rank_file.owned}
+        self._owned[rank_file.step] = {i: sizes.get(i, 0) for i in rank_file.owned if self._ranks.is_leader}
 
     def inherit(self, version: int) -> None:
         """Takes over the steps below ``version`` that an earlier trainer has trained and not dropped, and applies the policy to them.
@@ -104,20 +122,25 @@ class Committer:
         self._drop_through(step)
 
     def settle(self, *, wait: bool) -> Removed:
-        """Records what has been removed since the last call; with ``wait`` all of it. Counts are over all data ranks."""
+        """Records what has been removed since the last call; with ``wait`` all of it. Counts are over all data ranks.
+
+        A rank that waits keeps the others in a collective, so it waits for half of ``trainer.collective_s`` at most; what is not removed
+        then has failed, and is left to the run's close.
+        """
         removed = Removed()
+        end = time.monotonic() + self._settle_s
         for share in list(self._shares):
-            if not wait and self._ranks.maximum([0 if share.outcome.done() else 1])[0]:
+            if not wait and self._ranks.maximum([0 if share.over.done() else 1])[0]:
                 break  # in order, so that every rank settles the same shares
-            removed = _plus(removed, self._settle(share))
+            removed += self._settle(share, end)
             self._shares.remove(share)
         pending = self._ranks.gather(sum(len(s.sizes) for s in self._shares)) if self._shares else [0]
         return Removed(removed.objects, removed.bytes, removed.absent, removed.failed, sum(pending))
 
     def close(self) -> None:
-        """Stops removing; what is left stays dropped and not done, for the run's close. Waits for a removal under way."""
+        """Stops removing; what is left stays dropped and not done, for the run's close. Waits ``abandon_s`` for a removal under way."""
         self._stop.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close(deadline_s=self._abandon_s)
 
     def __enter__(self) -> Self:
         return self
@@ -146,19 +169,24 @@ class Committer:
         sizes: dict[str, int] = {}
         for step in steps:
             sizes.update(self._owned.pop(step))
-        share = list(sizes) if self._ranks.is_leader else []
-        outcome = self._pool.submit(self._remove, share)
-        self._shares.append(_Share(steps[0], steps[-1], sizes, outcome))
+        outcome: list[Outcome] = []
+        over = self._pool.submit(lambda: outcome.append(self._remove(list(sizes))))
+        self._shares.append(_Share(steps[0], steps[-1], sizes, over, outcome))
 
     def _remove(self, share: list[str]) -> Outcome:
-        """In the thread: this leader's objects."""
+        """In the thread: this leader's objects; none on other ranks."""
         failpoint("leader.before_delete")
         outcome = delete_objects(self._store, share, threads=self._delete_threads, stop=self._stop)
         failpoint("leader.after_delete")
         return outcome
 
-    def _settle(self, share: _Share) -> Removed:
-        outcome = share.outcome.result()
+    def _settle(self, share: _Share, end: float) -> Removed:
+        try:
+            share.over.result(max(0.0, end - time.monotonic()))
+            outcome = share.outcome[0]
+        except (StoreUnavailable, TimeoutError, CancelledError) as e:
+            late = e if isinstance(e, StoreUnavailable) else StoreUnavailable(f"its removal did not end within {self._settle_s:g} s")
+            outcome = Outcome(failed=dict.fromkeys(share.sizes, late))
         parts = self._ranks.gather(
             (len(outcome.done), sum(share.sizes[i] for i in outcome.done), list(outcome.absent), len(outcome.failed))
         )
@@ -169,7 +197,3 @@ class Committer:
         ledger = self._ledger if not failed else None
         self._ranks.together("recording the removal", lambda: ledger and ledger.done_steps(share.lo, share.hi, absent=absent))
         return Removed(sum(p[0] for p in parts), sum(p[1] for p in parts), len(absent), failed)
-
-
-def _plus(a: Removed, b: Removed) -> Removed:
-    return Removed(a.objects + b.objects, a.bytes + b.bytes, a.absent + b.absent, a.failed + b.failed, a.pending + b.pending)

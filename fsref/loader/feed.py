@@ -34,11 +34,21 @@ class StepFeed:
     """Looks for steps ``first`` to ``last`` (inclusive), at most ``ahead`` steps past the one that trains. Close it."""
 
     def __init__(
-        self, store: Store, loader: Prefetcher, *, run: str, run_uuid: str, data_rank: int, first: int, last: int, ahead: int
+        self,
+        store: Store,
+        loader: Prefetcher,
+        *,
+        run: str,
+        run_uuid: str,
+        data_rank: int,
+        first: int,
+        last: int,
+        ahead: int,
+        abandon_s: float = 5.0,
     ) -> None:
         self._store, self._loader = store, loader
         self._run, self._run_uuid, self._data_rank = run, run_uuid, data_rank
-        self._next, self._last, self._ahead = first, last, ahead
+        self._next, self._last, self._ahead, self._abandon_s = first, last, ahead, abandon_s
         self._current = first
         self._ready: dict[int, Published] = {}
         self._changed = threading.Condition()
@@ -75,11 +85,11 @@ class StepFeed:
             self._ready.pop(step, None)
 
     def close(self) -> None:
-        """Stops the thread; idempotent."""
+        """Stops the thread, or leaves it behind where it is stuck in the store for ``abandon_s`` seconds; idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(self._abandon_s)
 
     def __enter__(self) -> Self:
         return self

@@ -1,13 +1,14 @@
-"""Fetches a step's arrays ahead of the step and hands out packed tensors.
+"""Fetches a rank's part of a step's micro batches ahead of the step, and hands out packed tensors.
 
-Owns the order of fetches, the byte budget, the deadline and the times that metrics report. Refuses the decision what a failed fetch
-means: that is agreed between ranks by the trainer.
+Owns the order of fetches, the byte budget, the deadline and the times that metrics report. A rank reads its rows of its layers of its
+fields (``fsref.parallel``); a data parallel rank reads all of its micro batches. Refuses the decision what a failed fetch means: that is
+agreed between ranks (``agreement``).
 """
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -15,13 +16,16 @@ from typing import Final
 
 from fsref.config import StoreSection
 from fsref.errors import BadRef, StoreError, StoreUnavailable
-from fsref.plan import ReadPlan, missing_ranges
+from fsref.parallel import Coordinate, Parallel, StepRows
+from fsref.plan import PackedRows, SlicePlan
 from fsref.reader import Reader, failure_kind
 from fsref.refs import Schema, TokenRange
-from fsref.steps import MicroBatch, RankFile, SampleSequence
+from fsref.slices import SliceBuffers, fields_wanted
+from fsref.steps import MicroBatch, RankFile, step_name
 from fsref.store import Store
-from fsref.tensors import Assembly, PackedMicroBatch, fields_wanted, pack_tokens
+from fsref.tensors import PackedMicroBatch, rank_batch, rank_tokens
 
+_log: Final = logging.getLogger(__name__)
 ASSEMBLERS: Final = 2
 """Micro batches in flight: one is decoded while the next one's buffers are made."""
 
@@ -36,7 +40,7 @@ class FetchFailure:
     object_ids: tuple[str, ...]
     """Every object of the micro batch."""
     batch: PackedMicroBatch
-    """Its tokens, without fields: shapes for a forward that does not count."""
+    """This rank's tokens, without fields: shapes for a forward that does not count."""
 
 
 Fetched = PackedMicroBatch | FetchFailure
@@ -73,8 +77,9 @@ class _StepFetch:
     """One step's fetches and their clock."""
 
     rank: RankFile
-    futures: list[Future[Fetched]]
+    rows: StepRows
     begun: float
+    futures: list[Future[Fetched]] = field(default_factory=list)
     ended: float = 0.0
     exposed_s: float = 0.0
     bytes_fetched: int = 0
@@ -84,10 +89,18 @@ class _StepFetch:
 
 
 class StepFetcher:
-    """Prefetches and assembles the micro batches of rank files. One per trainer rank; close it."""
+    """Prefetches and assembles this rank's part of the micro batches of rank files. One per trainer rank; close it."""
 
-    def __init__(self, store: Store, schema: Schema, *, config: StoreSection) -> None:
+    def __init__(
+        self, store: Store, schema: Schema, *, config: StoreSection, parallel: Parallel | None = None, at: Coordinate | None = None
+    ) -> None:
+        """``parallel``, ``at``: the layout and this rank's place in it; without, all of every micro batch.
+
+        Raises ``ConfigError`` for a layout that does not fit the schema.
+        """
         self._schema, self._config = schema, config
+        self._parallel, self._at = parallel or Parallel(), at or Coordinate()
+        self._parallel.check(schema)
         self._reader = Reader(
             store,
             schema,
@@ -102,26 +115,36 @@ class StepFetcher:
         self._steps: dict[int, _StepFetch] = {}
 
     def prefetch(self, rank: RankFile) -> None:
-        """Starts the fetch of a step's micro batches in order, if it has not been started. Returns at once."""
+        """Starts the fetch of a step's micro batches in order, if it has not been started. Returns at once.
+
+        Raises ``ConfigError`` for micro batches that the layout does not divide.
+        """
         if rank.step in self._steps:
             return
-        fetch = _StepFetch(rank, [], time.monotonic())
+        fetch = _StepFetch(rank, StepRows(self._parallel, self._at, rank.micro_batches), time.monotonic())
+        for number in range(len(rank.micro_batches)):
+            fetch.rows.of(number)
         self._steps[rank.step] = fetch
-        fetch.futures += [self._pool.submit(self._fetch, fetch, micro_batch) for micro_batch in rank.micro_batches]
+        fetch.futures += [self._pool.submit(self._fetch, fetch, n) for n in range(len(rank.micro_batches))]
 
     def take(self, rank: RankFile) -> list[Fetched]:
-        """The step's micro batches in order, each as tensors or as the reason why there are none. Blocks up to ``store.fetch_deadline_s``.
+        """The step's micro batches in order, waiting for those that are not there yet; at most ``store.fetch_deadline_s`` seconds.
 
-        What is still missing then is a ``FetchFailure`` of kind ``unavailable``; its threads are left to end by themselves.
+        A micro batch that is not there then is a ``FetchFailure`` of kind ``unavailable``; its threads are left to end by themselves.
         """
         self.prefetch(rank)
         fetch = self._steps[rank.step]
         start = time.monotonic()
         end = start + self._config.fetch_deadline_s
-        out = [self._result(f, mb, end) for f, mb in zip(fetch.futures, rank.micro_batches, strict=True)]
+        out = [self._result(fetch, n, end) for n in range(len(fetch.futures))]
         fetch.exposed_s += time.monotonic() - start
         fetch.futures = []
         return out
+
+    def whole_rows(self, step: int) -> list[PackedRows]:
+        """Each micro batch of a step before it was split over ranks: all of its rows, padding of sequences included."""
+        rows = self._steps[step].rows
+        return [rows.whole(n) for n in range(len(rows.micro_batches))]
 
     def metrics(self, step: int) -> dict[str, float]:
         """Seconds and bytes of a step that was taken: ``payload/fetch_time`` is its wall time from the first request to the last tensor."""
@@ -153,66 +176,63 @@ class StepFetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _result(self, future: "Future[Fetched]", micro_batch: MicroBatch, end: float) -> Fetched:
+    def _result(self, fetch: _StepFetch, number: int, end: float) -> Fetched:
         try:
-            return future.result(max(0.0, end - time.monotonic()))
+            return fetch.futures[number].result(max(0.0, end - time.monotonic()))
         except FutureTimeoutError:
             late = StoreUnavailable(f"not fetched within store.fetch_deadline_s = {self._config.fetch_deadline_s:g} s")
-            return _failure(late, micro_batch)
+            return self._failure(late, fetch, number)
 
-    def _fetch(self, fetch: _StepFetch, micro_batch: MicroBatch) -> Fetched:
+    def _fetch(self, fetch: _StepFetch, number: int) -> Fetched:
         try:
-            plans = [self._plan(s) for s in micro_batch.sequences]
-            missing: list[dict[str, tuple[TokenRange, ...]]] = [
-                missing_ranges(s.ref, self._schema) if s.ref is not None else {} for s in micro_batch.sequences
-            ]
-            size = sum(p.byte_count for p in plans if p is not None)
-            self._budget.acquire(size)
+            plan = fetch.rows.plan(
+                number, self._schema, request_bytes_max=self._reader.request_bytes_max, gap_bytes_max=self._reader.gap_bytes_max
+            )
+            self._budget.acquire(plan.read.byte_count)
             try:
-                return self._read(fetch, micro_batch, plans, missing)
+                return self._read(fetch, number, plan)
             finally:
-                self._budget.release(size)
+                self._budget.release(plan.read.byte_count)
         except (StoreError, BadRef) as e:
-            return _failure(e, micro_batch)
+            return self._failure(e, fetch, number)
         finally:
             with fetch.lock:
                 fetch.ended = max(fetch.ended, time.monotonic())
 
-    def _plan(self, sequence: SampleSequence) -> ReadPlan | None:
-        ref = sequence.ref
-        if ref is None:
-            return None
-        tokens = TokenRange(0, min(ref.token_count, sequence.token_count))
-        return self._reader.plan(ref, tokens=tokens, fields=fields_wanted(sequence, self._schema))
-
-    def _read(
-        self,
-        fetch: _StepFetch,
-        micro_batch: MicroBatch,
-        plans: Sequence[ReadPlan | None],
-        missing: Sequence[dict[str, tuple[TokenRange, ...]]],
-    ) -> PackedMicroBatch:
-        assembly = Assembly(micro_batch, self._schema, plans=plans, missing=missing)
-        futures = [f for n, p in enumerate(plans) if p is not None for f in self._reader.submit(p, assembly.out(n))]
-        errors = self._reader.collect(futures)
+    def _read(self, fetch: _StepFetch, number: int, plan: SlicePlan) -> PackedMicroBatch:
+        micro_batch = fetch.rank.micro_batches[number]
+        buffers = SliceBuffers(
+            plan,
+            self._schema,
+            step=fetch.rank.step * self._parallel.data + fetch.rank.data_rank,
+            expert_shards=self._parallel.expert_shards,
+            expert_dtype="int32",
+        )
+        errors = self._reader.collect(self._reader.submit(plan.read, buffers.out))
         with fetch.lock:
-            fetch.bytes_fetched += sum(p.byte_count for p in plans if p is not None)
-            fetch.requests += sum(p.request_count for p in plans if p is not None)
+            fetch.bytes_fetched += plan.read.byte_count
+            fetch.requests += plan.read.request_count
         if errors:
             raise errors[0]
-        self._compare(fetch, micro_batch, plans)
-        return assembly.finish()
+        self._compare(fetch, micro_batch, plan)
+        return rank_batch(micro_batch, buffers.finish(), self._schema, bytes_read=plan.read.byte_count)
 
-    def _compare(self, fetch: _StepFetch, micro_batch: MicroBatch, plans: Sequence[ReadPlan | None]) -> None:
+    def _compare(self, fetch: _StepFetch, micro_batch: MicroBatch, plan: SlicePlan) -> None:
         """Counts rows that segments of one reference give differently; nothing to do for references of one segment."""
         found = 0
-        for sequence, plan in zip(micro_batch.sequences, plans, strict=True):
-            if sequence.ref is not None and plan is not None and plan.overlaps:
-                found += self._reader.count_conflicts(sequence.ref, plan)
+        for span in plan.rows.spans():
+            ref = micro_batch.sequences[span.sequence].ref
+            if ref is None or len(ref.segments) < 2:
+                continue
+            names = [n for n in fields_wanted(micro_batch.sequences[span.sequence], self._schema) if n in plan.fields]
+            alone = self._reader.plan(ref, tokens=span.tokens.clip(TokenRange(0, ref.token_count)), fields=names)
+            if alone.overlaps:
+                found += self._reader.count_conflicts(ref, alone)
         with fetch.lock:
             fetch.conflicts += found
 
-
-def _failure(error: StoreError | BadRef, micro_batch: MicroBatch) -> FetchFailure:
-    ids = dict.fromkeys(i for s in micro_batch.sequences if s.ref is not None for i in s.ref.object_ids)
-    return FetchFailure(error, failure_kind(error), tuple(ids), pack_tokens(micro_batch))
+    def _failure(self, error: StoreError | BadRef, fetch: _StepFetch, number: int) -> FetchFailure:
+        micro_batch, kind = fetch.rank.micro_batches[number], failure_kind(error)
+        _log.warning("%s micro batch %d is %s: %s", step_name(fetch.rank.step), number, kind, error)
+        ids = dict.fromkeys(i for s in micro_batch.sequences if s.ref is not None for i in s.ref.object_ids)
+        return FetchFailure(error, kind, tuple(ids), rank_tokens(micro_batch, fetch.rows.of(number)))

@@ -6,7 +6,7 @@ generated rows, which are counted. Refuses to give a stand-in any trained token.
 Shape letters: T tokens, R kept rows, L layers, K experts per token, E experts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fsref.plan import balanced_rows
-from fsref.refs import Field
+from fsref.parallel import Coordinate, Parallel
+from fsref.plan import balanced_rows, held_layers
+from fsref.refs import Field, Schema
 from fsref.tensors import DenseTensor, PackedMicroBatch
 
 ROWS_MAX: Final = 4096
@@ -36,13 +37,23 @@ class StandIn:
 class StandIns:
     """Builds stand-ins for one rank; remembers the rows of its last good step."""
 
-    def __init__(self, field: Field | None) -> None:
-        """``field``: the schema's ``routed_experts``, or None where a run has no routing."""
-        self._field = field
+    def __init__(self, field: Field | None, *, layers: Sequence[int] | None = None, shards: int = 1) -> None:
+        """``field``: the schema's ``routed_experts``, or None where a run has no routing. ``layers``: the rank's, None for all."""
+        self._layers = () if field is None else field.layer_ids if layers is None else held_layers(field, layers)
+        self._field = None if field is not None and field.layer_ids and not self._layers else field
+        self._shards = shards
         self._last: Tensor | None = None
 
+    @classmethod
+    def of(cls, schema: Schema, parallel: Parallel, at: Coordinate) -> "StandIns":
+        """For one rank of a layout."""
+        field = next((f for f in schema.fields if f.name == ROUTING), None)
+        return cls(field, layers=parallel.layers(at), shards=parallel.expert_shards)
+
     def learn(self, batches: Iterable[PackedMicroBatch]) -> None:
-        """Remembers real rows of a step's fetched micro batches, before its stand-ins are built; keeps the older ones if there are none."""
+        """Remembers real rows of those micro batches of a step that train, before its stand-ins are built; keeps the older ones if there
+        are none. Only of those: tensor parallel ranks must remember the same rows, also where one of them has fetched more than the other.
+        """
         found: list[Tensor] = []
         count = 0
         for batch in batches:
@@ -63,15 +74,21 @@ class StandIns:
         if self._field is None:
             return StandIn(batch, generated=False)
         if self._last is None:
-            rows = torch.from_numpy(_generated(self._field, token_count)).to(device)
+            rows = torch.from_numpy(self._generated(self._field, token_count)).to(device)
         else:
             rows = self._last[torch.arange(token_count, device=device) % len(self._last)]
-        routing = DenseTensor(rows=rows, valid=torch.zeros(token_count, dtype=torch.bool, device=device))
+        routing = DenseTensor(
+            rows=rows,
+            valid=torch.zeros(token_count, dtype=torch.bool, device=device),
+            layer_ids=self._layers,
+            expert_count=self._field.expert_count,
+        )
         return StandIn(replace(batch, fields={ROUTING: routing}), generated=self._last is None)
 
-
-def _generated(field: Field, token_count: int) -> NDArray[np.int32]:
-    """[T, L, K], the same on every call: this trainer's experts are not split over ranks, and every dropped micro batch is its own."""
-    layer_count, top_k = field.row_shape
-    layer_ids = field.layer_ids or range(layer_count)
-    return balanced_rows(range(token_count), step=0, layer_ids=layer_ids, top_k=top_k, expert_count=field.expert_count, shards=1)
+    def _generated(self, field: Field, token_count: int) -> NDArray[np.int32]:
+        """[T, L, K], the same on every call and on every rank of a data rank."""
+        layer_count, top_k = field.row_shape
+        layer_ids = self._layers or range(layer_count)
+        return balanced_rows(
+            range(token_count), step=0, layer_ids=layer_ids, top_k=top_k, expert_count=field.expert_count, shards=self._shards
+        )

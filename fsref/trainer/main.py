@@ -11,15 +11,12 @@ from typing import Final
 import torch
 
 from fsref.config import Config
+from fsref.errors import ConfigError
 from fsref.events import JsonLines
 from fsref.folders import published
 from fsref.journal import RunInfo, read_run
-from fsref.loader.commit import Committer
-from fsref.loader.feed import StepFeed
-from fsref.loader.fetch import StepFetcher
-from fsref.loader.ranks import Place, Ranks
-from fsref.loader.standin import ROUTING, StandIns
-from fsref.reaper import StepHolder
+from fsref.loader import Parallel, Place, Ranks, StepLoader
+from fsref.loader.loader import run_dir
 from fsref.store import open_root
 from fsref.trainer import checkpoint, weights
 from fsref.trainer.learner import Learner
@@ -40,57 +37,35 @@ def main(config: Config, *, place: Place | None = None) -> None:
     """
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
-    run_dir = Path(config.run.run_dir) if config.run.run_dir else Path(config.run.root) / config.run.id
-    base = Path(config.model.path) if config.model.path else run_dir / "model"
-    routes = run_dir / "routes" if config.trainer.record_routes else None
-    folders = Folders(run_dir / "weights", run_dir / "checkpoints", base, routes)
+    folder = run_dir(config)
+    base = Path(config.model.path) if config.model.path else folder / "model"
+    routes = folder / "routes" if config.trainer.record_routes else None
+    folders = Folders(folder / "weights", folder / "checkpoints", base, routes)
+    parallel = _data_parallel(config)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        ranks = stack.enter_context(Ranks(config, place))
+        ranks = stack.enter_context(Ranks.joined(parallel, place, collective_s=config.trainer.collective_s))
         store = stack.enter_context(open_root(config.run.root, run=config.run.id, settings=config.store))
         run = ranks.together("reading run.json", lambda: read_run(store))
         learner = ranks.together("loading the model", lambda: _learner(config, ranks, run, base))
         version = ranks.together("reading the newest checkpoint", lambda: _resume(config, ranks, folders, learner))
-        ledger = hook = None
+        hook = None
         if ranks.rank == 0:
-            ledger = ranks.together(
-                "opening the ledger", lambda: StepHolder(store, run_dir / "ledger", run=run, label="rank0", section=config.ledger)
-            )
-            stack.callback(ledger.close)
-            hook = JsonLines(run_dir / "metrics.jsonl")
+            hook = JsonLines(folder / "metrics.jsonl")
             stack.callback(hook.close)
-        else:
-            ranks.together("opening the ledger", lambda: None)
+        loader = stack.enter_context(StepLoader(store, run, ranks, config, first=version, stopping=stop.is_set))
         ranks.together("exporting weights", lambda: _export_resumed(ranks, folders, learner, version))
-        loader = stack.enter_context(StepFetcher(store, run.schema, config=config.store))
-        committer = Committer(ranks, store, ledger, config.trainer, delete_threads=config.ledger.delete_threads)
-        stack.enter_context(committer)
-        committer.inherit(version)
-        feed = StepFeed(
-            store,
-            loader,
-            run=run.run,
-            run_uuid=run.run_uuid,
-            data_rank=ranks.data_rank,
-            first=version,
-            last=config.run.steps - 1,
-            ahead=config.store.prefetch_steps,
+        Trainer(config=config, ranks=ranks, learner=learner, loader=loader, folders=folders, version=version, hook=hook).train()
+
+
+def _data_parallel(config: Config) -> Parallel:
+    parallel = Parallel.of(config.trainer.parallel)
+    if parallel.world_size != parallel.data or parallel.multiple > 1 or parallel.sequence_multiple > 1:
+        raise ConfigError(
+            "fsref trainer is data parallel and packs without padding: leave trainer.parallel.context, tensor, pipeline, multiple and "
+            "sequence_multiple at their defaults, or train with a trainer of your own over fsref.loader"
         )
-        stack.enter_context(feed)
-        Trainer(
-            config=config,
-            ranks=ranks,
-            stop=stop,
-            learner=learner,
-            stand_ins=StandIns(next((f for f in run.schema.fields if f.name == ROUTING), None)),
-            loader=loader,
-            feed=feed,
-            committer=committer,
-            folders=folders,
-            version=version,
-            ledger=ledger,
-            hook=hook,
-        ).train()
+    return parallel
 
 
 def _learner(config: Config, ranks: Ranks, run: RunInfo, base: Path) -> Learner:

@@ -8,14 +8,15 @@ import pytest
 from fsref.cli.app import ContextLayouts
 from fsref.cli.layout import main
 from fsref.errors import ConfigError, ObjectMissing
-from fsref.inspection.layout import Layout, layout_report, parse_stages
+from fsref.inspection.layout import layout_report
+from fsref.parallel import Parallel
 from fsref.plan import ContextLayout
 from tests.inspection.conftest import TOKENS, Run
 
 
 @pytest.mark.payload("D1", "D3")
 def test_every_rank_of_a_layout_is_shown_with_what_it_would_read(run: Run) -> None:
-    r = layout_report(run.place, 0, Layout(ContextLayout.ZIGZAG, 2, 1, 5, parse_stages("0,1;2|3")))
+    r = layout_report(run.place, 0, Parallel(layout=ContextLayout.ZIGZAG, context=2, multiple=5, pipeline=2, stages=[[[0, 1]], [[2], [3]]]))
     assert [(n.data_rank, n.pipeline_rank, n.context_rank) for n in r.ranks] == [
         (d, p, c) for d in range(2) for p in range(2) for c in range(2)
     ]
@@ -31,27 +32,18 @@ def test_every_rank_of_a_layout_is_shown_with_what_it_would_read(run: Run) -> No
 
 
 def test_one_rank_of_everything_reads_what_the_step_names(run: Run) -> None:
-    r = layout_report(run.place, 0, Layout(ContextLayout.ALLGATHER, 1, 1, 1, []))
+    r = layout_report(run.place, 0, Parallel())
     assert [(n.rows, n.padding, n.layers) for n in r.ranks] == [(3 * TOKENS, 0, (1, 3))] * 2
     assert 0 < sum(n.bytes for n in r.ranks) < r.objects_bytes
 
 
 def test_what_does_not_divide_or_exist_is_said(run: Run) -> None:
-    with pytest.raises(ConfigError, match="18 rows do not split evenly over 4 tensor parallel ranks"):
-        layout_report(run.place, 0, Layout(ContextLayout.ALLGATHER, 1, 4, 1, []))
+    with pytest.raises(ConfigError, match="multiple is 1, which 4 tensor ranks with sequence parallelism do not divide"):
+        layout_report(run.place, 0, Parallel(tensor=4, sequence=True))
     with pytest.raises(ConfigError, match=r"layers \[3\] of field 'routed_experts' are in none"):
-        layout_report(run.place, 0, Layout(ContextLayout.ALLGATHER, 1, 1, 1, parse_stages("0-1")))
+        layout_report(run.place, 0, Parallel(stages=[[[0, 1]]]))
     with pytest.raises(ObjectMissing, match="published ones: 0 to 0"):
-        layout_report(run.place, 7, Layout(ContextLayout.ALLGATHER, 1, 1, 1, []))
-
-
-def test_stages_are_ids_and_ranges() -> None:
-    assert parse_stages("0-2,7;3-6") == [[[0, 1, 2, 7]], [[3, 4, 5, 6]]]
-    assert parse_stages("0|4;5|1") == [[[0], [4]], [[5], [1]]]
-    assert parse_stages("") == []
-    for text in ("a", "1-", "-1", "0;;1", "99999999"):
-        with pytest.raises(ConfigError, match="ids and ranges"):
-            parse_stages(text)
+        layout_report(run.place, 7, Parallel())
 
 
 def test_the_command_prints_a_table_or_json(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fsref.config import Config, ParallelSection, TrainerSection
+from fsref.config import ParallelSection, TrainerSection
 from fsref.errors import JournalPoisoned, StoreDenied, StoreError
 from fsref.loader.commit import Committer
 from fsref.loader.ranks import Place, Ranks
+from fsref.parallel import Parallel
 from fsref.refs import object_name
 from fsref.steps import StepInfo, read_info, read_rank
 from fsref.store import Deletion, Store
@@ -48,7 +49,7 @@ def small(tmp_path: Path) -> Iterator[SmallRun]:
 
 def committer(run: SmallRun, ledger: Recorded, *, store: Store | None = None, policy: str = "checkpoint") -> Committer:
     section = TrainerSection(parallel=ParallelSection(data=1), commit=policy)  # type: ignore[arg-type]
-    made = Committer(Ranks(Config(trainer=section), Place()), store or run.store, ledger, section)
+    made = Committer(Ranks(Parallel(), Place()), store or run.store, ledger, section)
     for step in range(2):
         made.fetched(read_rank(run.store, read_info(run.store, step), 0))
     return made

@@ -2,11 +2,11 @@
 
 import pytest
 
-from fsref.config import Config, ParallelSection, TrainerSection
 from fsref.errors import ConfigError, StoreFull
 from fsref.loader.ranks import Place, Ranks
+from fsref.parallel import Parallel
 
-ONE = Config(trainer=TrainerSection(parallel=ParallelSection(data=1)))
+ONE = Parallel(data=1)
 
 
 def test_torchrun_variables_name_the_place() -> None:
@@ -24,7 +24,7 @@ def test_variables_that_make_no_sense_are_refused(env: dict[str, str]) -> None:
 
 
 def test_a_world_that_does_not_fit_the_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.data is 1, but 2 ranks were started"):
+    with pytest.raises(ConfigError, match=r"trainer\.parallel has 1 ranks \(data 1, .*\), but 2 ranks were started"):
         Ranks(ONE, Place(0, 2, 0))
 
 

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 import torch
 
-from fsref.config import Config, LossSection, ParallelSection, TrainerSection
+from fsref.config import LossSection, ParallelSection, TrainerSection
 from fsref.errors import ConfigError
 from fsref.loader.ranks import Place, Ranks
 from fsref.loader.standin import StandIns
+from fsref.parallel import Parallel
 from fsref.refs import Schema
 from fsref.tensors import PackedMicroBatch
 from fsref.trainer.learner import Learner
@@ -24,10 +25,6 @@ def settings(**changes: object) -> TrainerSection:
     return TrainerSection(**{"parallel": ParallelSection(data=1), "loss": LOSS, "grad_norm_max": 1e9, **changes})  # type: ignore[arg-type]
 
 
-def alone(config: TrainerSection) -> Ranks:
-    return Ranks(Config(trainer=config), Place())
-
-
 def batch(seed: int, length: int = 8, trained: int = 5) -> PackedMicroBatch:
     sequences = random_sequences((length,), seed=seed)
     marks = [[0] * (length - trained) + [1] * trained]
@@ -38,7 +35,7 @@ def batch(seed: int, length: int = 8, trained: int = 5) -> PackedMicroBatch:
 
 def test_an_update_uses_the_mean_over_all_trained_tokens_of_all_micro_batches() -> None:
     config = settings()
-    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config)
     parts = [batch(1, trained=5), batch(2, trained=2)]
     for part in parts:
         learner.add(part)
@@ -59,7 +56,7 @@ def test_an_update_uses_the_mean_over_all_trained_tokens_of_all_micro_batches() 
 
 def test_a_long_gradient_is_cut_to_the_limit() -> None:
     config = settings(grad_norm_max=0.01)
-    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config)
     seen: list[float] = []
     learner.optimizer.register_step_pre_hook(
         lambda opt, *_: seen.append(float(torch.stack([p.grad.norm() for g in opt.param_groups for p in g["params"]]).norm()))
@@ -71,7 +68,7 @@ def test_a_long_gradient_is_cut_to_the_limit() -> None:
 
 def test_gradients_start_from_zero_after_an_update() -> None:
     config = settings()
-    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config)
     learner.add(batch(1))
     learner.update()
     assert not any(p.grad is None or p.grad.any() for p in learner.model.parameters())
@@ -80,7 +77,7 @@ def test_gradients_start_from_zero_after_an_update() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_step_without_a_usable_gradient_leaves_the_parameters_alone(broken: bool) -> None:
     config = settings()
-    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config)
     before = [p.detach().clone() for p in learner.model.parameters()]
     if broken:
         learner.add(batch(1))
@@ -94,7 +91,7 @@ def test_a_step_without_a_usable_gradient_leaves_the_parameters_alone(broken: bo
 
 def test_a_stand_in_changes_no_bit_of_the_update() -> None:
     config = settings()
-    learners = [Learner(tiny_model(), alone(config), SCHEMA, config) for _ in range(2)]
+    learners = [Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config) for _ in range(2)]
     stand_ins = StandIns(SCHEMA.field("routed_experts"))
     for learner in learners:
         learner.add(batch(1))
@@ -107,7 +104,7 @@ def test_a_stand_in_changes_no_bit_of_the_update() -> None:
 
 def test_rows_that_route_differently_are_summed_over_micro_batches() -> None:
     config = settings(loss=LossSection(replay=False))
-    learner = Learner(tiny_model(), alone(config), SCHEMA, config)
+    learner = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, config)
     for seed in (1, 2):
         learner.add(batch(seed))
     update = learner.update()
@@ -118,7 +115,7 @@ def test_rows_that_route_differently_are_summed_over_micro_batches() -> None:
 @pytest.mark.parametrize("replay", [True, False])
 def test_the_comparison_pass_measures_the_other_way_and_changes_no_bit_of_the_update(replay: bool) -> None:
     plain, compared = (settings(loss=LossSection(ratio_low=0.0, replay=replay, compare_replay=c)) for c in (False, True))
-    learners = [Learner(tiny_model(), alone(c), SCHEMA, c) for c in (plain, compared)]
+    learners = [Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, c) for c in (plain, compared)]
     for learner in learners:
         learner.add(batch(1))
         learner.add(batch(2))
@@ -126,7 +123,7 @@ def test_the_comparison_pass_measures_the_other_way_and_changes_no_bit_of_the_up
     for mine, theirs in zip(learners[0].model.parameters(), learners[1].model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     other = settings(loss=LossSection(ratio_low=0.0, replay=not replay))
-    reference = Learner(tiny_model(), alone(other), SCHEMA, other)
+    reference = Learner(tiny_model(), Ranks(Parallel(), Place()), SCHEMA, other)
     reference.add(batch(1))
     reference.add(batch(2))
     expected = reference.update()
@@ -141,4 +138,4 @@ def test_physical_expert_ids_are_not_replayed_as_logical_ones() -> None:
     config = settings()
     physical = Schema(tuple(msgspec.structs.replace(f, id_space="physical") if f.expert_count else f for f in SCHEMA.fields))
     with pytest.raises(ConfigError, match="physical expert ids"):
-        Learner(tiny_model(), alone(config), physical, config)
+        Learner(tiny_model(), Ranks(Parallel(), Place()), physical, config)
