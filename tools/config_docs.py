@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-A run is described by one TOML file; `configs/local.toml` and `configs/local-vllm.toml` ship with the package (`fsref run local.toml`
-finds them anywhere). Every key can be given on the command line as well, as TOML or as a bare word:
+A run is described by one TOML file; some ship with the package, in `configs/` (`fsref run local.toml` finds them anywhere). Every key can
+be given on the command line as well, as TOML or as a bare word:
 
     fsref run local.toml --orchestrator.batch_size 64 --run.fields='["routed_experts"]' --env.0.replicas 1 --trainer.loss.replay false
 

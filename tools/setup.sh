@@ -7,5 +7,5 @@ if [ ! -x .venv/bin/fsref ]; then
   echo 'installing into .venv, once: a few minutes' >&2
   "${PYTHON:-python3}" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,s3,test]'
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,pool,test]'
 fi

@@ -13,6 +13,7 @@ from fsref import config as settings
 from fsref.cli.failures import set_up_logging
 from fsref.errors import ConfigError
 from fsref.pipeline.board import make_board
+from fsref.pipeline.layout import SERVER_FOLDER
 from fsref.pipeline.run import Plan, launch, make_plan
 
 PACKAGED: Final = "configs"
@@ -57,6 +58,8 @@ def find_config(path: Path) -> Path:
 def describe(plan: Plan) -> str:
     """The resolved config and one shell line for each process."""
     lines = [settings.dump(plan.config).decode(), ""]
+    if plan.config.store.server != "none":
+        lines.append(f"# first an object server at {plan.config.store.endpoint}, in {plan.config.run.run_dir}/{SERVER_FOLDER}")
     for role in plan.roles:
         env = " ".join(f"{k}={shlex.quote(v)}" for k, v in role.command.env.items())
         lines += [f"# {role.command.name}, log {role.command.log}", f"{env} {shlex.join(role.command.argv)}".strip()]

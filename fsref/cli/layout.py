@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from fsref.cli.objectserver import at_hand
 from fsref.cli.show import make_console, make_table, show_head
 from fsref.errors import ConfigError
 from fsref.inspection.find import find_run, parse_step
@@ -30,7 +31,8 @@ def main(what: str, *, run: str, json: bool, layout: str, context_ranks: int, te
         stages=lists,
         multiple=multiple,
     )
-    report = layout_report(find_run(run, here=Path.cwd()), step, wanted)
+    with at_hand(find_run(run, here=Path.cwd())) as place:
+        report = layout_report(place, step, wanted)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
         return

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from fsref.cli.failures import tell
+from fsref.cli.objectserver import at_hand, without_server
 from fsref.errors import ConfigError, FsrefError
 from fsref.inspection.find import Place, find_run
 from fsref.journal import RunInfo, read_for_purge, read_run
@@ -67,13 +68,14 @@ def recover_main(
 def purge_main(run: str, *, run_dir: bool, json: bool) -> int:
     """Removes a proved run; 0 if it is gone, the verdict's code if it was refused, 2 for an error."""
     try:
-        place = find_run(run, here=Path.cwd())
-        with place.open() as store:
+        with at_hand(find_run(run, here=Path.cwd())) as place, place.open() as store:
             same = place.run_dir is not None and store.posix_path == str(place.run_dir)
             if run_dir and place.run_dir is None:
                 raise ConfigError("the run's folder is not known here: name that folder instead of the root's URL")
             with place.writable_ledger() as folder:
                 done = purge(store, folder, run=read_for_purge(store), run_dir=place.run_dir if same or run_dir else None)
+        if run_dir and done.refused is None:
+            done = without_server(place, done)
     except FsrefError as e:
         tell(e)
         return NO_VERDICT
@@ -106,8 +108,7 @@ def _audit(place: Place, store: Store, info: RunInfo) -> Audit:
 
 def _judged(run: str, act: Callable[[Place, Store, RunInfo], Audit], *, json: bool) -> int:
     try:
-        place = find_run(run, here=Path.cwd())
-        with place.open() as store:
+        with at_hand(find_run(run, here=Path.cwd())) as place, place.open() as store:
             found = act(place, store, read_run(store))
     except FsrefError as e:
         tell(e)  # exit code 1 would read as VIOLATED

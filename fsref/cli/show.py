@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from fsref.cli.objectserver import at_hand
 from fsref.errors import ConfigError
 from fsref.inspection.find import Place, expand, find_run, is_run, parse_object, parse_short, parse_step, shorten
 from fsref.inspection.load import LayerLoad
@@ -37,8 +38,7 @@ def main(what: str, *, run: str, json: bool, plot: Path | None) -> None:
     step = parse_step(what)
     found = parse_object(what)
     if step is not None:
-        place = find_run(run, here=here)
-        with _progress(enabled=console.is_terminal and not json) as told:
+        with at_hand(find_run(run, here=here)) as place, _progress(enabled=console.is_terminal and not json) as told:
             step_found = step_report(place, step, progress=told)
         _out(step_found, console, json=json)
         if plot is not None:
@@ -49,8 +49,8 @@ def main(what: str, *, run: str, json: bool, plot: Path | None) -> None:
         if plot is not None:
             plot_load(thing.load, plot, title=thing.name)
     else:
-        place = _run_place(what, run=run, here=here)
-        _run(place, console, json=json, plot=plot)
+        with at_hand(_run_place(what, run=run, here=here)) as place:
+            _run(place, console, json=json, plot=plot)
 
 
 def make_console() -> Console:
@@ -75,14 +75,15 @@ def _object(what: str, found: tuple[str, str] | None, *, run: str, here: Path) -
     if _is_file(what) and not is_run(folder):
         return file_report(path)
     if not _is_file(what) and found is None:
-        place = find_run(run, here=here)
-        with place.open() as store:
-            object_id = expand(what, place, store)
-        return object_report(place, object_id)
+        with at_hand(find_run(run, here=here)) as place:
+            with place.open() as store:
+                object_id = expand(what, place, store)
+            return object_report(place, object_id)
     if found is None:
         raise ConfigError(f"{what} lies in a run's folder, but its name is no object's: obj/<incarnation>/<number>.zip")
     named = run or found[0] or (str(folder) if _is_file(what) else "")
-    return object_report(find_run(named, here=here), found[1])
+    with at_hand(find_run(named, here=here)) as place:
+        return object_report(place, found[1])
 
 
 def _run(place: Place, console: Console, *, json: bool, plot: Path | None) -> None:

@@ -31,7 +31,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     root: str = "runs"
     """Folder or fsspec URL that holds runs; objects, steps and the ledger lie under ``<root>/<id>``."""
     run_dir: str = ""
-    """POSIX folder for addresses, logs, weights, checkpoints and metrics; empty: ``<root>/<id>``, which needs a POSIX root."""
+    """POSIX folder for addresses, logs, weights, checkpoints and metrics; ``{id}`` in it is the run's id. Empty: ``<root>/<id>``, which
+    needs a POSIX root."""
     steps: Count = 24
     """Training steps."""
     seed: Natural = 0
@@ -292,6 +293,10 @@ class StoreSection(Section, frozen=True, kw_only=True):
     """How long a rank waits for another one's fetch of a chunk; then it fetches the chunk itself."""
     driver: Literal["auto", "obstore", "fsspec"] = "auto"
     """Who moves bytes: ``auto`` takes plain files for folders, obstore for ``s3://`` and fsspec for every other URL."""
+    server: Literal["none", "seaweedfs"] = "none"
+    """``seaweedfs``: ``fsref run`` starts an S3 server of the run's own on loopback, with all that it stores in ``<run_dir>/objectserver``
+    and keys that are made for each start, and stops it at the end; ``audit``, ``inspect`` and the others start it while they look. Needs
+    an ``s3://`` root, whose bucket is made, and the extra ``pool``."""
     endpoint: str = ""
     """S3-compatible endpoint URL; empty: AWS, or what the environment and the profile say. Credentials never stand in this file: they come
     from the environment, the profile, a credentials file, or the instance's role."""

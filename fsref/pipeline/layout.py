@@ -12,16 +12,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Final
 
 from msgspec.structs import replace
 
-from fsref.config import Config, EnvSection
+from fsref.config import Config, EnvSection, StoreSection
 from fsref.errors import BadRef, ConfigError
 from fsref.pipeline.processes import Command
 from fsref.refs import check_run
 from fsref.store.open import posix_root
 
 LOOPBACK = "127.0.0.1"
+SERVER_FOLDER: Final = "objectserver"
+"""In the run's folder: everything of an object server of the run's own."""
+KEYS: Final = "credentials"
+"""Its keys in AWS's format; readable by the run's user only."""
+KEYS_PROFILE: Final = "objectserver"
 
 
 class Part(Enum):
@@ -52,10 +58,11 @@ def mint_run_id(now: dt.datetime) -> str:
 
 
 def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
-    """The config that the roles get: run id, absolute folders and the inference address filled in. ``ports`` are free loopback ports,
-    one needed.
+    """The config that the roles get: run id, absolute folders, the inference address and the object server's filled in. ``ports`` are free
+    loopback ports: one needed, and a second for an object server. What is filled in already stays.
 
-    Raises ``ConfigError`` for a bad run id, a remote root without a run_dir, or a run without sources or with names that cannot be labels.
+    Raises ``ConfigError`` for a bad run id, a remote root without a run_dir, an object server of the run's own on another root, or a run
+    without sources or with names that cannot be labels.
     """
     try:
         check_run(run_id)
@@ -68,7 +75,7 @@ def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
         )
     root = config.run.root if folder is None else str(folder.absolute())
     run_dir = config.run.run_dir or f"{root}/{run_id}"
-    run_dir = str(Path(run_dir).absolute())
+    run_dir = str(Path(run_dir.replace("{id}", run_id)).absolute())
     if not any(e.split == "train" for e in config.env):
         raise ConfigError("the config has no [[env]] table with split = 'train': nothing would produce samples")
     return replace(
@@ -76,7 +83,22 @@ def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
         run=replace(config.run, id=run_id, root=root, run_dir=run_dir),
         model=replace(config.model, path=str(Path(config.model.path).absolute()) if config.model.path else f"{run_dir}/model"),
         inference=replace(config.inference, address=config.inference.address or f"http://{LOOPBACK}:{ports[0]}"),
+        store=config.store if config.store.server == "none" else own_server(config, Path(run_dir), ports[1:]),
     )
+
+
+def own_server(config: Config, run_dir: Path, ports: Sequence[int]) -> StoreSection:
+    """``[store]`` of a run with an object server of its own: its endpoint, and where its keys are. Raises ``ConfigError``."""
+    store, keys = config.store, str(run_dir / SERVER_FOLDER / KEYS)
+    if not config.run.root.startswith("s3://"):
+        raise ConfigError(f"store.server = {store.server!r} serves an s3:// root, and run.root is {config.run.root!r}")
+    if store.endpoint and (store.profile, store.credentials_file) == (KEYS_PROFILE, keys):
+        return store  # of the run's config.json
+    if given := [key for key in ("endpoint", "profile", "credentials_file") if getattr(store, key)]:
+        raise ConfigError(f"store.server = {store.server!r} starts a server of the run's own: leave store.{given[0]} empty")
+    if not ports:
+        raise ConfigError(f"store.server = {store.server!r}: the launcher starts it; give a role the run's config.json")
+    return replace(store, endpoint=f"http://{LOOPBACK}:{ports[0]}", region="us-east-1", profile=KEYS_PROFILE, credentials_file=keys)
 
 
 def free_ports(count: int) -> list[int]:

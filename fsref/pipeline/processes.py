@@ -39,6 +39,10 @@ class Command:
     """stdout and stderr are appended to it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the launcher's own environment."""
+    server: bool = False
+    """Others need it to end in order: if the launcher is killed, it is stopped after them."""
+    keep_fds: tuple[int, ...] = ()
+    """Descriptors of the launcher that stay open in it: locks that last as long as it does."""
 
 
 class Child:
@@ -132,10 +136,11 @@ class Family:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env={**os.environ, **command.env, guard.MARK: self.mark},
+                    pass_fds=command.keep_fds,
                 )
         except OSError as e:
             raise RoleFailed(f"{command.name} cannot be started: {e.strerror}: {e.filename}; its log would be {command.log}") from e
-        self._tell(f"+{process.pid}")
+        self._tell(f"{'=' if command.server else '+'}{process.pid}")
         child = Child(command, process, log_start=log_start)
         self.children.append(child)
         return child

@@ -1,8 +1,8 @@
 """``fsref run`` on one machine: makes the run, starts the roles, waits for the end, stops everything, audits.
 
-Owns the order of these; the parts are ``layout`` (config and command lines), ``prepare`` (the run on disk), ``supervise`` (processes),
-``board`` (what a person sees) and ``settle`` (the ledger's side). Refuses to import torch or verifiers: whatever needs them is a
-process of its own.
+Owns the order of these; the parts are ``layout`` (config and command lines), ``objectserver`` (an S3 server of the run's own), ``prepare``
+(the run on disk), ``supervise`` (processes), ``board`` (what a person sees) and ``settle`` (the ledger's side). Refuses to import torch or
+verifiers: whatever needs them is a process of its own.
 """
 
 import datetime as dt
@@ -12,13 +12,15 @@ from pathlib import Path
 
 from fsref.config import Config
 from fsref.errors import FsrefError, StoreError
-from fsref.pipeline import settle
+from fsref.pipeline import objectserver, settle
 from fsref.pipeline.board import Board
 from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
 from fsref.pipeline.metrics import Follower
+from fsref.pipeline.objectserver import ObjectServer
 from fsref.pipeline.prepare import claim, make_model, make_run_file
 from fsref.pipeline.processes import Child, Command, Family
 from fsref.pipeline.resume import resume
+from fsref.pipeline.schema import check_names
 from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
 from fsref.reaper import Verdict
 
@@ -37,25 +39,28 @@ class Plan:
 
 
 def make_plan(config: Config, *, now: dt.datetime, verbose: bool = False) -> Plan:
-    """Resolves the config and lays out the commands; touches nothing but two free ports. Raises ``ConfigError``."""
-    inference_port, master_port = free_ports(2)
-    resolved = resolve(config, run_id=config.run.id or mint_run_id(now), ports=[inference_port])
+    """Resolves the config and lays out the commands; touches nothing but three free ports. Raises ``ConfigError``."""
+    inference_port, master_port, store_port = free_ports(3)
+    resolved = resolve(config, run_id=config.run.id or mint_run_id(now), ports=[inference_port, store_port])
     roles = role_commands(resolved, serve=not config.inference.address, master_port=master_port, verbose=verbose)
     return Plan(config=resolved, roles=tuple(roles))
 
 
 class _Watcher:
-    """Passes on what the supervisor tells: to the board, and deaths to the ledger."""
+    """Passes on what the supervisor tells: to the board, and deaths to the ledger. Looks after the object server."""
 
-    def __init__(self, config: Config, board: Board, follower: Follower) -> None:
+    def __init__(self, config: Config, board: Board, follower: Follower, server: ObjectServer | None) -> None:
         self._config = config
         self._board = board
         self._follower = follower
+        self._server = server
 
     def say(self, text: str) -> None:
         self._board.say(text)
 
     def tick(self) -> None:
+        if self._server is not None:
+            self._server.check()
         self._board.refresh(self._follower)
 
     def reaped(self, role: RoleCommand, child: Child, code: int) -> None:
@@ -73,18 +78,40 @@ def launch(plan: Plan, board: Board) -> int:
     A run that exists goes on (``resume``); one that is finished is only settled. Raises ``RoleFailed`` and the errors of ``prepare`` and
     ``resume``, after every process has been stopped and the state of the ledger has been told.
     """
-    lock, existed = claim(plan.config)
-    with lock:
-        return _launch(plan, board, existed=existed)
+    config = plan.config
+    if config.store.server == "none":
+        lock, existed = claim(config)
+        with lock, Family(grace_s=config.launcher.stop_s) as family, Signals() as signals:
+            return _launch(plan, board, _Stage(family, signals), existed=existed)
+    check_names(config)
+    with Family(grace_s=config.launcher.stop_s) as family, Signals() as signals:
+        board.say(f"starting the object server of run {config.run.id}")
+        try:
+            server = objectserver.start(config.store, objectserver.Home.of(config), family=family, pause=signals.check)
+        except Stopped as e:
+            return 128 + e.number
+        with server:
+            lock, existed = claim(config)
+            with lock:
+                return _launch(plan, board, _Stage(family, signals, server), existed=existed)
 
 
-def _launch(plan: Plan, board: Board, *, existed: bool) -> int:
+@dataclass(frozen=True)
+class _Stage:
+    """What a launch works with."""
+
+    family: Family
+    signals: Signals
+    server: ObjectServer | None = None
+
+
+def _launch(plan: Plan, board: Board, stage: _Stage, *, existed: bool) -> int:
     config = plan.config
     run_dir = Path(config.run.run_dir)
     follower = Follower(run_dir / "metrics.jsonl")
-    with board, Signals() as signals, Family(grace_s=config.launcher.stop_s) as family:
-        watcher = _Watcher(config, board, follower)
-        supervisor = Supervisor(config=config, family=family, signals=signals, watcher=watcher, healthy=plan.healthy)
+    with board:
+        watcher = _Watcher(config, board, follower, stage.server)
+        supervisor = Supervisor(config=config, family=stage.family, signals=stage.signals, watcher=watcher, healthy=plan.healthy)
         board.say(f"run {config.run.id} in {run_dir}")
         resumed = resume(config, board.say) if existed else None
         if resumed is not None:

@@ -35,6 +35,8 @@ def open_root(
     if not url:
         raise ConfigError("run.root is empty: name a folder or an fsspec URL")
     chosen = settings or StoreSection()
+    if chosen.server != "none" and not chosen.endpoint:
+        raise ConfigError(f"store.server = {chosen.server!r}: the server is a run's own, `fsref run` starts it; nobody is there to ask now")
     path = posix_root(url)
     if chosen.driver == "fsspec":
         base = url if path is None else f"file://{path.absolute()}"

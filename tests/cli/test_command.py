@@ -95,7 +95,10 @@ def test_a_dry_run_prints_config_and_commands_and_makes_nothing(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("run", "nowhere.toml"), "the config 'nowhere.toml' does not exist; packaged ones: local-vllm.toml, local.toml"),
+        (
+            ("run", "nowhere.toml"),
+            "the config 'nowhere.toml' does not exist; packaged ones: local-vllm.toml, local.toml, s3-embedded.toml, s3.toml",
+        ),
         (("run", "typo.toml"), "typo.toml: unknown key orchestrator.batchsize; did you mean orchestrator.batch_size?"),
         (
             ("run", "good.toml", "--orchestrator.batch_sze", "64"),

@@ -1,6 +1,8 @@
 """Settings: what is read, what is refused and how that reads."""
 
 import contextlib
+import re
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -37,8 +39,26 @@ def test_shipped_configs_are_valid_and_ask_for_what_they_can_get(path: Path) -> 
         assert "sampling_mask" not in config.run.fields
 
 
-def test_both_configs_ship() -> None:
-    assert {"local.toml", "local-vllm.toml"} <= {p.name for p in SHIPPED}
+def test_all_configs_ship() -> None:
+    assert {"local.toml", "local-vllm.toml", "s3.toml", "s3-embedded.toml"} <= {p.name for p in SHIPPED}
+
+
+def test_every_profile_of_the_s3_config_is_a_valid_choice() -> None:
+    """Each commented block under [store], taken in."""
+    head, _, store = next(p for p in SHIPPED if p.name == "s3.toml").read_text().partition("[store]\n")
+    blocks = [b for b in store.split("\n\n")[1:] if "\n# " in b]
+    assert [b.partition(":")[0].partition("\n")[0] for b in blocks] == [
+        "# AWS S3",
+        "# MinIO",
+        "# SeaweedFS",
+        "# Ceph RGW",
+        "# Cloudflare R2",
+    ]
+    for block in blocks:
+        keys = [line.removeprefix("# ") for line in block.splitlines() if re.match(r"# [a-z_]+ = ", line)]
+        config = build(tomllib.loads(head + "[store]\n" + "\n".join(keys)), source="s3.toml")
+        assert keys
+        assert config.store.region or config.store.endpoint
 
 
 def test_dump_and_parse_are_inverse() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from fsref.config import Config, EnvSection, InferenceSection, ModelSection, RunSection, TrainerSection
+from fsref.config import Config, EnvSection, InferenceSection, ModelSection, RunSection, StoreSection, TrainerSection
 from fsref.errors import ConfigError
 from fsref.pipeline.layout import Part, free_ports, mint_run_id, resolve, role_commands
 from fsref.pipeline.run import make_plan
@@ -39,6 +39,39 @@ def test_resolving_fills_in_absolute_folders_and_the_address(tmp_path: Path, mon
 def test_resolving_again_changes_nothing() -> None:
     found = resolve(config(), run_id="r1", ports=[4711])
     assert resolve(found, run_id="r1", ports=[1]) == found
+
+
+def test_a_folder_of_the_run_may_hold_its_id(tmp_path: Path) -> None:
+    given = config(run=RunSection(root="s3://bucket/runs", run_dir=str(tmp_path / "{id}")))
+    assert resolve(given, run_id="r1", ports=[1]).run.run_dir == str(tmp_path / "r1")
+
+
+def test_a_server_of_the_runs_own_is_filled_in_once_and_kept(tmp_path: Path) -> None:
+    given = config(run=RunSection(root="s3://bucket/runs", run_dir=str(tmp_path)), store=StoreSection(server="seaweedfs"))
+    found = resolve(given, run_id="r1", ports=[1, 4711])
+    assert found.store.endpoint == "http://127.0.0.1:4711"
+    assert found.store.credentials_file == str(tmp_path / "objectserver" / "credentials")
+    assert resolve(found, run_id="r1", ports=[1]) == found
+
+
+@pytest.mark.parametrize(
+    ("root", "store", "said"),
+    [
+        ("runs", {}, "serves an s3:// root"),
+        ("s3://bucket/runs", {"endpoint": "http://other:1"}, "leave store.endpoint empty"),
+        ("s3://bucket/runs", {"profile": "mine"}, "leave store.profile empty"),
+    ],
+)
+def test_a_server_of_the_runs_own_is_refused_where_it_cannot_be(root: str, store: dict[str, str], said: str) -> None:
+    given = config(run=RunSection(root=root, run_dir="d"), store=StoreSection(server="seaweedfs", **store))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=said):
+        resolve(given, run_id="r1", ports=[1, 2])
+
+
+def test_a_role_cannot_start_the_runs_own_server() -> None:
+    given = config(run=RunSection(root="s3://bucket/runs", run_dir="d"), store=StoreSection(server="seaweedfs"))
+    with pytest.raises(ConfigError, match="the launcher starts it"):
+        resolve(given, run_id="r1", ports=[1])
 
 
 def test_given_folders_model_and_server_stay(tmp_path: Path) -> None:

@@ -148,6 +148,39 @@ def test_a_process_that_overwrote_its_environment_is_found_by_its_session(script
     until(lambda: not alive(int(ready.read_text())))
 
 
+def test_a_server_that_others_need_is_stopped_after_them_when_the_launcher_was_killed(script: Script, tmp_path: Path, until: Until) -> None:
+    """The role ends slowly, and looks once more whether the server is there; the server would end at once."""
+    waiting = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    ending = """
+        import os, pathlib, signal, sys, time
+        def end(*_):
+            time.sleep(0.5)
+            os.kill(int(pathlib.Path(sys.argv[1]).read_text()), 0)
+            pathlib.Path(sys.argv[2]).write_text("the server was there")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        pathlib.Path(sys.argv[3]).touch()
+        while True: time.sleep(60)
+    """
+    up, told, ready = tmp_path / "up", tmp_path / "told", tmp_path / "ready"
+    server = script(waiting, str(up), name="server")
+    role = script(ending, str(up), str(told), str(ready), name="role")
+    code = (
+        "import pathlib, sys, time\nfrom fsref.pipeline.processes import Command, Family\n"
+        f"family = Family(grace_s=60)\nfamily.start(Command('server', {server.argv!r}, pathlib.Path({str(server.log)!r}), server=True))\n"
+        f"while not pathlib.Path({str(up)!r}).exists(): time.sleep(0.01)\n"
+        f"family.start(Command('role', {role.argv!r}, pathlib.Path({str(role.log)!r})))\ntime.sleep(600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until(ready.exists)
+    finally:
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    until(told.exists)
+    until(lambda: not alive(int(up.read_text())))
+
+
 def test_a_command_that_cannot_be_started_names_role_and_file(tmp_path: Path) -> None:
     with Family(grace_s=5) as family, pytest.raises(RoleFailed, match=r"inference cannot be started: No such file or directory: .*no-such"):
         family.start(Command(name="inference", argv=(str(tmp_path / "no-such"),), log=tmp_path / "log"))

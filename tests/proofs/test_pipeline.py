@@ -1,7 +1,8 @@
 """The main job, small, with its three proofs: objects that any tool reads, byte identity with inline transport, real router replay."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,33 @@ from fsref.loader.fetch import StepFetcher
 from fsref.plan import present_fields
 from fsref.refs import Payload, PayloadRef, Schema, object_name
 from fsref.steps import SampleSequence
-from fsref.store import open_root
+from fsref.store import Store, open_root
 from fsref.tensors import PackedMicroBatch
 from tests.proofs.pipeline import ROOT, Watched, inline_payload, watch
 from tests.support.payloads import cut
 from tests.tensors.test_assembly import assert_identical, oracle
 
 STEPS = 2
+Opener = Callable[[], Store] | None
+OPTIONS = [
+    "--env.0.taskset", "tests.proofs.inline_tasks", "--env.0.args.fork_share", "0.4", "--env.0.args.two_turn_share", "0.4",
+    "--env.0.workers=1", "--orchestrator.batch_size=16", "--orchestrator.group_size=4", "--orchestrator.sequence_tokens_max=90",
+    "--orchestrator.tokens_per_micro_batch=300", "--orchestrator.filter_zero_advantage", "false",
+    "--run.fields", '["routed_experts", "top_logprobs", "sampling_mask", "routing_weights"]',
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Two steps on local.toml's shape, smaller, with forks, second turns, truncation and a field that fsref does not know by name."""
-    folder = tmp_path_factory.mktemp("pipeline")
+    return proved(tmp_path_factory.mktemp("pipeline"))
+
+
+def proved(folder: Path, *, options: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({}), opened: Opener = None) -> Watched:
+    """A run that ended well; further ``options`` and ``opened`` say where its root is."""
     config = folder / "proof.toml"
     config.write_text((ROOT / "configs" / "local.toml").read_text() + EXTRA)
-    options = [
-        "--env.0.taskset", "tests.proofs.inline_tasks", "--env.0.args.fork_share", "0.4", "--env.0.args.two_turn_share", "0.4",
-        "--env.0.workers=1", "--orchestrator.batch_size=16", "--orchestrator.group_size=4", "--orchestrator.sequence_tokens_max=90",
-        "--orchestrator.tokens_per_micro_batch=300", "--orchestrator.filter_zero_advantage", "false",
-        "--run.fields", '["routed_experts", "top_logprobs", "sampling_mask", "routing_weights"]',
-    ]  # fmt: skip
-    done = watch(folder, config=config, step_count=STEPS, options=options, env={})
+    done = watch(folder, config=config, step_count=STEPS, options=[*OPTIONS, *options], env=dict(env), opened=opened)
     assert done.returncode == 0, done.output[-4000:]
     return done
 
