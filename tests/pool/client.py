@@ -1,7 +1,7 @@
 """A role on a node of a pool: keeps objects, then reads them each time it is told to, and says what became of every one.
 
-python -m tests.pool.client COUNT, with the endpoint in the environment. Commands come on stdin, one a line: ``read``, ``put``, ``end``; each
-answer is a line of JSON.
+python -m tests.pool.client COUNT, with the endpoint in the environment. Commands come on stdin, one a line: ``read``, ``put``, ``end``;
+each answer is a line of JSON.
 """
 
 import json

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "object-storage.md").read_text()
 
 def test_every_profile_of_the_page_is_a_valid_config() -> None:
     blocks = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         config = build(tomllib.loads(block), source="docs")
         assert config.run.root.startswith("s3://")
