@@ -350,6 +350,28 @@ class LedgerSection(Section, frozen=True, kw_only=True):
     """Between the sight of a dead replica and its adoption, so that replies that arrived before are still taken."""
 
 
+class MetricsSection(Section, frozen=True, kw_only=True):
+    """``[metrics]``: who gets the figures of every step."""
+
+    backends: tuple[Literal["jsonl", "wandb", "prometheus"], ...] = ("jsonl",)
+    """``jsonl``: ``<run_dir>/metrics.jsonl``, which the launcher reads, so it is always among them. ``wandb``: a Weights & Biases run for
+    each of orchestrator and trainer (extra ``wandb``). ``prometheus``: a text file of the newest values for the node exporter."""
+    project: str = "fsref"
+    """Weights & Biases: the project."""
+    name: str = ""
+    """Weights & Biases: how its runs are called, with the role behind it; empty: the run id."""
+    group: str = ""
+    """Weights & Biases: the group of its runs; empty: the run id."""
+    mode: Literal["online", "offline"] = "online"
+    """Weights & Biases: ``offline`` keeps everything in ``<run_dir>/wandb``, for ``wandb sync``."""
+    textfile_dir: str = ""
+    """Prometheus: the node exporter's ``--collector.textfile.directory``; empty: ``run_dir``."""
+
+    def __post_init__(self) -> None:
+        if "jsonl" not in self.backends or len(set(self.backends)) != len(self.backends):
+            raise ConfigError(f"metrics.backends {list(self.backends)}: each once, and jsonl among them, which the launcher reads")
+
+
 class LauncherSection(Section, frozen=True, kw_only=True):
     """``[launcher]``: processes."""
 
@@ -371,6 +393,7 @@ class Config(Section, frozen=True, kw_only=True):
     trainer: TrainerSection = TrainerSection()
     store: StoreSection = StoreSection()
     ledger: LedgerSection = LedgerSection()
+    metrics: MetricsSection = MetricsSection()
     launcher: LauncherSection = LauncherSection()
     codec: Codec = Codec()
     payload: PayloadSection = PayloadSection()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fsref import steps
 from fsref.config import Config
 from fsref.errors import ConfigError
-from fsref.events import JsonLines
+from fsref.events import Hook, open_backends
 from fsref.orchestrator.dispatcher import Dispatcher
 from fsref.orchestrator.groups import Source
 from fsref.orchestrator.loop import Identity, Loop
@@ -59,7 +59,7 @@ async def _run(config: Config) -> None:
     splits = ("train", "eval") if config.orchestrator.eval_every else ("train",)
     async with open_session(config, role="orc", splits=splits) as session:
         start = await asyncio.to_thread(_start, session.store)
-        hook = JsonLines(folder / "metrics.jsonl")
+        hook = await asyncio.to_thread(open_backends, config.metrics, folder, run=session.info.run, role="orchestrator")
         try:
             version = Version()
             control = InferenceControl(config.inference.address)
@@ -73,7 +73,7 @@ async def _run(config: Config) -> None:
                 await loop.run()
                 watcher.cancel()
         finally:
-            hook.close()
+            await asyncio.to_thread(hook.close)
     _log.info("the last step is published: the orchestrator is done")
 
 
@@ -98,7 +98,7 @@ def _start(store: Store) -> Start:
     return start
 
 
-def _loop(config: Config, session: Session, version: Version, hook: JsonLines, start: Start) -> Loop:
+def _loop(config: Config, session: Session, version: Version, hook: Hook, start: Start) -> Loop:
     settings = config.orchestrator
     dispatcher = Dispatcher(
         islice(stream(session.sources["train"], seed=config.run.seed, shuffle=True), start.groups, None),

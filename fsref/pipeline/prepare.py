@@ -13,6 +13,7 @@ from typing import Self
 
 from fsref import config as settings
 from fsref.errors import ConfigError, ObjectMissing, RunBusy
+from fsref.events import check_installed
 from fsref.journal import identity
 from fsref.journal import run as run_file
 from fsref.pipeline.layout import model_command
@@ -66,10 +67,12 @@ def claim(config: settings.Config) -> tuple[RunLock, bool]:
     """Checks the root, locks the run for this launcher and, for a new one, makes ``config.json`` in its folder. The lock, to be closed, and
     whether the run exists already: then nothing was written.
 
-    Raises ``ConfigError`` for unknown fields, ``StoreError`` for a root that cannot be reached or written, ``RunBusy`` if another launcher
-    has the run or objects are there that no run explains. A start that fails here leaves nothing.
+    Raises ``ConfigError`` for unknown fields, ``MissingExtra`` for a metrics backend that is not installed, ``StoreError`` for a root that
+    cannot be reached or written, ``RunBusy`` if another launcher has the run or objects are there that no run explains. A start that fails
+    here leaves nothing.
     """
     check_names(config)
+    check_installed(config.metrics)
     run_dir = Path(config.run.run_dir)
     with contextlib.ExitStack() as undo:
         if not run_dir.exists():

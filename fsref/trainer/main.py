@@ -12,7 +12,7 @@ import torch
 
 from fsref.config import Config
 from fsref.errors import ConfigError
-from fsref.events import JsonLines
+from fsref.events import Backends, open_backends
 from fsref.folders import published
 from fsref.journal import RunInfo, read_run
 from fsref.loader import Parallel, Place, Ranks, StepLoader
@@ -49,13 +49,16 @@ def main(config: Config, *, place: Place | None = None) -> None:
         run = ranks.together("reading run.json", lambda: read_run(store))
         learner = ranks.together("loading the model", lambda: _learner(config, ranks, run, base))
         version = ranks.together("reading the newest checkpoint", lambda: _resume(config, ranks, folders, learner))
-        hook = None
-        if ranks.rank == 0:
-            hook = JsonLines(folder / "metrics.jsonl")
-            stack.callback(hook.close)
+        listeners = ranks.together("opening the metrics", lambda: _listeners(config, folder, ranks, run))
+        hook = stack.enter_context(listeners) if listeners is not None else None
         loader = stack.enter_context(StepLoader(store, run, ranks, config, first=version, stopping=stop.is_set))
         ranks.together("exporting weights", lambda: _export_resumed(ranks, folders, learner, version))
         Trainer(config=config, ranks=ranks, learner=learner, loader=loader, folders=folders, version=version, hook=hook).train()
+
+
+def _listeners(config: Config, folder: Path, ranks: Ranks, run: RunInfo) -> Backends | None:
+    """Rank 0 speaks for all of them."""
+    return open_backends(config.metrics, folder, run=run.run, role="trainer") if ranks.rank == 0 else None
 
 
 def _data_parallel(config: Config) -> Parallel:

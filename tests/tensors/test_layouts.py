@@ -21,7 +21,6 @@ from fsref.slices import read_slice, sources_of
 from fsref.steps import MicroBatch, SampleSequence
 from fsref.store import open_root
 from fsref.tensors import (
-    Assembly,
     DenseTensor,
     ExpertIds,
     Layout,
@@ -333,16 +332,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def assembled(stage: Stage, *, expert_ids: ExpertIds = "int32") -> PackedMicroBatch:
-    sources = sources_of(stage.micro_batch.sequences, stage.schema)
-    plans = [None if s.ref is None else stage.reader.plan(s.ref, fields=s.fields) for s in sources]
-    gaps = [
-        {f.name: data.missing for f in stage.schema.fields for data in [p.fields[f.name]]} if p is not None else {} for p, _ in stage.arrays
-    ]
-    assembly = Assembly(stage.micro_batch, stage.schema, plans=plans, missing=gaps, expert_ids=expert_ids)
-    for number, plan in enumerate(plans):
-        if plan is not None:
-            stage.reader.read_into(plan, assembly.out(number))
-    return assembly.finish()
+    """The whole micro batch, packed without padding."""
+    sequences = stage.micro_batch.sequences
+    bounds = [0, *accumulate(s.token_count for s in sequences)]
+    got = read_slice(
+        stage.reader, sources_of(sequences, stage.schema), stage.schema, rows=packed(bounds, bounds),
+        fields=[f.name for f in stage.schema.fields], layers=None, step=0, expert_shards=1,
+    )  # fmt: skip
+    return rank_batch(stage.micro_batch, got, stage.schema, expert_ids=expert_ids, bytes_read=11)
 
 
 def inline(stage: Stage, name: str) -> tuple[list[NDArray[Any]], dict[str, list[NDArray[Any]]]]:

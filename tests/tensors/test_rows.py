@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from fsref.errors import ConfigError, PayloadError
+from fsref.plan import packed
 from fsref.reader import Reader
 from fsref.refs import Alignment, Dense, Field, FieldData, Payload, PayloadRef, Ragged, Schema, TokenRange, routed_experts, top_logprobs
+from fsref.slices import read_slice, sources_of
 from fsref.steps import MicroBatch, SampleSequence
 from fsref.store import Store, open_root
-from fsref.tensors import Assembly, DenseTensor, ExpertIds, RaggedTensor
+from fsref.tensors import DenseTensor, ExpertIds, RaggedTensor, rank_batch
 from fsref.trainer.replay import RouterReplay
 from fsref.writer import Receipts, Writer
 
@@ -33,12 +35,11 @@ def assembled(store: Store, schema: Schema, ref: PayloadRef, *, layers: list[int
         ref=ref, temperature=1.0, padding=False,
     )  # fmt: skip
     with Reader(store, schema) as reader:
-        plan = reader.plan(ref, layers=layers)
-        micro_batch = MicroBatch((sequence,))
-        gaps = {"routed_experts": [TokenRange(1, 2)]} if ref.segments[0].missing else {}
-        assembly = Assembly(micro_batch, schema, plans=[plan], missing=[gaps], layers=layers, expert_ids=expert_ids)
-        reader.read_into(plan, assembly.out(0))
-    return assembly.finish().fields
+        got = read_slice(
+            reader, sources_of([sequence], schema), schema, rows=packed([0, tokens], [0, tokens]), fields=[f.name for f in schema.fields],
+            layers=layers, step=0, expert_shards=1,
+        )  # fmt: skip
+    return rank_batch(MicroBatch((sequence,)), got, schema, expert_ids=expert_ids).fields
 
 
 @pytest.mark.payload("B5")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from fsref.config import LossSection
+from fsref.config import LossSection, MetricsSection
 from fsref.errors import StepError, StepLost, StepReleased, StoreUnavailable
 from fsref.loader.ranks import Place
 from fsref.refs import object_name
 from fsref.steps import info_name, read_info
 from fsref.trainer.main import main
-from tests.trainer.runs import DEADLINE_S, SmallRun, run_ranks, start_ranks
+from tests.support.fakewandb import Package
+from tests.trainer.runs import DEADLINE_S, RUN, SmallRun, run_ranks, start_ranks
 
 ALONE = Place()
 
@@ -47,6 +49,24 @@ def test_one_rank_trains_every_step_and_leaves_nothing_behind(small: SmallRun) -
     assert (small.run_dir / "weights" / "step_000003" / "STABLE").is_file()
     assert (small.run_dir / "checkpoints" / "step_000003").is_dir()
     assert small.verdict() == "PROVED"
+
+
+def test_whoever_was_named_gets_the_figures_of_every_step_under_their_names(small: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for step in range(2):
+        small.publish_step(step)
+    listeners = MetricsSection(backends=("jsonl", "wandb", "prometheus"))
+    main(msgspec.structs.replace(small.config(steps=2), metrics=listeners), place=ALONE)
+    (tracked,) = package.runs
+    assert (tracked.settings["id"], tracked.settings["group"], tracked.finished) == (f"{RUN}-trainer", RUN, 1)
+    steps = [r for r in tracked.logged if "loss/mean" in r]
+    assert [r["step"] for r in steps] == [0, 1]
+    for name in ("payload/dropped_micro_batches", "payload/fetch_time", "payload/fetch_time_exposed", "payload/fetch_time_hidden"):
+        assert all(name in r for r in steps), name
+        assert f"fsref_{name.replace('/', '_')}{{" in (small.run_dir / f"fsref-{RUN}-trainer.prom").read_text()
+    lines = [{k: v for k, v in r.items() if k not in ("ms", "role")} for r in small.metrics() if "loss/mean" in r]
+    assert lines == steps
 
 
 def recorded_routes(run: SmallRun) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,16 +1,9 @@
-"""Frozen records for metrics hooks.
+"""The record that every hook gets, and the figures that every role has of itself (its memory). Refuses to know who listens."""
 
-Owns the record types, and the figures that every role has of itself (its memory). Refuses to know who listens: metrics.jsonl, wandb and
-Prometheus are listeners that roles attach.
-"""
-
-import json
 import resource
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -27,21 +20,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Hook = Callable[[Event], None]
-
-
-class JsonLines:
-    """A hook that appends one JSON line per event; lines of several processes do not tear (one ``write`` each, O_APPEND)."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-
-    def __call__(self, event: Event) -> None:
-        record: dict[str, Any] = {"ms": time.time_ns() // 1_000_000, "role": event.role, "step": event.step, **event.metrics}
-        self._file.write(json.dumps(record).encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def memory_metrics() -> dict[str, float]:
