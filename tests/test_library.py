@@ -1,4 +1,4 @@
-"""The code of the library page and of the page on parallel layouts runs as it stands."""
+"""The code of the pages on the library, on parallel layouts and on assembly runs as it stands."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,7 @@ from fsref.plan import PackedRows
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "library.md"
 LAYOUTS = PAGE.with_name("parallel-layouts.md")
+ASSEMBLY = PAGE.with_name("assembly.md")
 
 
 @pytest.mark.torch
@@ -61,3 +62,33 @@ def test_the_page_on_layouts_runs_and_its_drawings_are_true(tmp_path: Path, monk
     held = [0, 1, 3, 4]
     assert np.array_equal(routed[[0, 1, 4, 5, 6]], np.concatenate([a[:2], b[[0, 1, 6]]])[:, held])
     assert names["got"].padding.tolist() == [n in (2, 3, 7, 8, 9) for n in range(10)]
+
+
+@pytest.mark.torch
+@pytest.mark.payload("A17", "E7")
+def test_the_page_on_assembly_runs_and_its_drawings_are_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ASSEMBLY.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, str(ASSEMBLY), "exec"), names)
+    first, second = re.findall(r"^    (?:LeftPadded|          ) (.*)$", page, re.MULTILINE)
+    drawn = [[re.sub(r"[A-Za-z]{3,}|\|", "", part).split() for part in re.split(r" {6,}", line.strip())] for line in (first, second)]
+    for number, name in enumerate(("left", "right", "both")):
+        got = names[name]
+        shown = [
+            [f"{'ab'[row]}{p}" if there else "·" for p, there in zip(*columns, strict=True)]
+            for row, columns in enumerate(zip(got.position_ids.tolist(), got.attention_mask.tolist(), strict=True))
+        ]
+        assert shown == [drawn[0][number], drawn[1][number]]
+    batch, routed = names["batch"], names["routed"]
+    assert (str(routed.rows.dtype), tuple(routed.rows.shape), routed.layer_ids) == ("torch.int32", (8, 2, 2), (0, 2))
+    assert np.array_equal(routed.rows.numpy(), np.concatenate(names["experts"]))
+    assert routed.valid.all()
+    assert names["mask"].counts.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert names["wide"].columns["ids"].tolist()[-1] == [6, 7, 8, 9]
+    assert names["narrow"].values_cut == 3
+    assert names["narrow"].truncated.tolist() == [False] * 6 + [True] * 2
+    for back in (names["same"], names["left"].packed(), names["both"].packed()):
+        assert back.token_ids.tolist() == batch.token_ids.tolist()
+        assert np.array_equal(back.fields["routed_experts"].rows, routed.rows)

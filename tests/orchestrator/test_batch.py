@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,7 @@ def test_a_dummy_reads_a_short_slice_of_a_real_samples_routing(make: Any, schema
     assert not any(dummy.advantages)
 
 
+@pytest.mark.payload("D13")
 def test_an_object_that_a_dummy_names_too_is_shipped_once_and_owned_by_its_sample(make: Any, schema: Schema) -> None:
     sample = make.sample("a/0")
     batch, ranks = built([sample], schema, data_ranks=3)

@@ -104,6 +104,7 @@ def test_an_object_that_is_not_found_for_a_while_is_waited_for(stage: Stage) -> 
 
 
 @pytest.mark.fault(45)
+@pytest.mark.payload("G10")
 def test_an_object_that_stays_not_found_is_missing_after_the_configured_attempts(stage: Stage) -> None:
     stage.proxy.add("status", "GET", status=404, code="NoSuchKey", times=100)
     with pytest.raises(ObjectMissing, match="given up after 3 attempts") as caught:

@@ -171,6 +171,7 @@ def test_a_short_object_is_corrupt_and_an_absent_one_is_missing(store: Store) ->
             reader.read(ref)
 
 
+@pytest.mark.payload("G10")
 def test_a_file_that_appears_late_is_waited_for(store: Store) -> None:
     run_schema = schema()
     arrays = payload(np.random.default_rng(9), run_schema, 30)
