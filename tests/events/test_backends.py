@@ -9,7 +9,7 @@ import pytest
 
 from fsref.config import Config, MetricsSection, build
 from fsref.errors import ConfigError, MissingExtra
-from fsref.events import Backends, Event, TextFile, check_installed, open_backends
+from fsref.events import Backends, Event, JsonLines, TextFile, check_installed, open_backends
 from fsref.events.textfile import _number
 
 
@@ -67,7 +67,12 @@ def test_a_reader_never_sees_half_a_text_file(tmp_path: Path, monkeypatch: pytes
     hook(event(0, a=1.0))
     seen = []
     replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda self, to: (seen.append((tmp_path / "x.prom").read_text()), replace(self, to))[1])
+
+    def watched(self: Path, to: Path) -> Path:
+        seen.append((tmp_path / "x.prom").read_text())
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", watched)
     hook(event(1, a=2.0))
     assert seen[0].endswith('fsref_step{run="r",role="trainer"} 0.0\n')
     assert [p.name for p in tmp_path.iterdir()] == ["x.prom"]
@@ -142,13 +147,17 @@ def test_nothing_is_loaded_for_a_backend_that_nobody_named() -> None:
 
 
 def test_a_client_that_refuses_to_start_is_told_and_the_others_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsref.events import backends
     from tests.support.fakewandb import Package
 
-    closed: list[backends.JsonLines] = []
-    close = backends.JsonLines.close
+    closed: list[JsonLines] = []
+    close = JsonLines.close
+
+    def counted(lines: JsonLines) -> None:
+        closed.append(lines)
+        close(lines)
+
     monkeypatch.setitem(sys.modules, "wandb", Package("api_key not configured"))
-    monkeypatch.setattr(backends.JsonLines, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr(JsonLines, "close", counted)
     with pytest.raises(ConfigError, match="wandb, which did not start: api_key not configured; run `wandb login`"):
         open_backends(MetricsSection(backends=("jsonl", "wandb")), tmp_path, run="r", role="trainer")
     assert len(closed) == 1

@@ -27,7 +27,7 @@ def test_the_mean_size_of_kept_sets_and_heads_needs_references_only(tmp_path: Pa
     with open_root(str(tmp_path), run="run", create=True) as store:
         writer = Writer(store, SCHEMA, Receipts("env"), durability="process")
         for tokens in (5, 64, 300):
-            counts, k = rng.integers(0, 9, tokens), np.full(tokens, 4)
+            counts, k = rng.integers(0, 9, tokens).astype(np.int32), np.full(tokens, 4, np.int32)
             kept.append(counts)
             heads.append(k)
             mask = Ragged(counts, {"ids": rng.integers(0, 99, counts.sum())})
