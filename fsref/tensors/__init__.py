@@ -1,8 +1,8 @@
 """From reader buffers to torch tensors: a micro batch's sequences one after the other, or laid into a rectangle.
 
 Every field is marked for what is real in it, and the result is byte for byte what the same arrays carried inline would give. Refuses I/O
-and policy. Needs the extra ``torch``. ``dtypes`` (what stored numbers become), ``fields`` and ``batch`` (the structures), ``assembly``
-(buffers of one micro batch), ``ranks`` (a rank's part of it), ``gather`` and ``layouts`` (the same tokens in another order).
+and policy. Needs the extra ``torch``. ``dtypes`` (what stored numbers become), ``fields`` and ``batch`` (the structures), ``ranks`` (what a
+rank read, as tensors), ``gather`` and ``layouts`` (the same tokens in another order).
 """
 
 from fsref.errors import MissingExtra
@@ -12,10 +12,8 @@ try:
 except ImportError as e:
     raise MissingExtra.of("torch", "torch") from e
 
-from fsref.slices import fields_wanted
-from fsref.tensors.assembly import Assembly
 from fsref.tensors.batch import PackedMicroBatch, pack_tokens
-from fsref.tensors.dtypes import ExpertIds
+from fsref.tensors.dtypes import ExpertIds, slice_dtype
 from fsref.tensors.fields import DenseTensor, Densified, RaggedTensor
 from fsref.tensors.gather import PaddingCells
 from fsref.tensors.layouts import (
@@ -31,7 +29,6 @@ from fsref.tensors.layouts import (
 from fsref.tensors.ranks import rank_batch, rank_tokens
 
 __all__ = [
-    "Assembly",
     "DenseTensor",
     "Densified",
     "ExpertIds",
@@ -44,10 +41,10 @@ __all__ = [
     "RaggedTensor",
     "RightPadded",
     "arranged",
-    "fields_wanted",
     "in_order",
     "pack_tokens",
     "padded",
     "rank_batch",
     "rank_tokens",
+    "slice_dtype",
 ]

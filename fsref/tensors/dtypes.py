@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fsref.errors import ConfigError, PayloadError
-from fsref.refs import Field
+from fsref.refs import Field, Schema
+from fsref.slices import ExpertDtype
 
 ExpertIds = Literal["int32", "int64", "uint8", "bytes"]
 """Form of expert ids: ``uint8`` for up to 256 experts, ``bytes`` the stored ids as uint8, two per id above 256 experts."""
@@ -22,14 +23,15 @@ _WIDENED: Final = {"uint16": "int32", "int16": "int32", "uint32": "int64"}
 _NOT_CARRIED: Final = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
 
-def buffer_dtype(spec: Field, expert_ids: ExpertIds) -> str:
-    """The numpy dtype of the buffer that a dense field is read into: the tensor's own, so that rows widen while they are decoded.
+def slice_dtype(schema: Schema, expert_ids: ExpertIds) -> ExpertDtype:
+    """What expert ids are read into (``SliceBuffers``), so that they widen while they are decoded and not in another pass.
 
-    Raises ``ConfigError`` where the field's experts do not fit the form that is asked for.
+    Raises ``ConfigError`` where the experts of a field do not fit the form that is asked for.
     """
-    if spec.expert_count:
-        return _expert_dtype(spec, expert_ids)
-    return spec.dtype if spec.logical_dtype else _WIDENED.get(spec.dtype, spec.dtype)
+    for spec in schema.fields:
+        if spec.expert_count and not spec.ragged:
+            _expert_dtype(spec, expert_ids)
+    return expert_ids if expert_ids in ("int32", "int64") else "stored"
 
 
 def _expert_dtype(spec: Field, form: ExpertIds) -> str:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsref.errors import ConfigError, PayloadError
-from fsref.refs import MASK_FULL, MASK_TRUNCATED, Alignment, Field, routed_experts
+from fsref.refs import MASK_FULL, MASK_TRUNCATED, Alignment, Field, Schema, routed_experts, sampling_mask
 from fsref.tensors import DenseTensor, RaggedTensor
-from fsref.tensors.dtypes import buffer_dtype, check_carried, dense_tensor, plain_tensor
+from fsref.tensors.dtypes import check_carried, dense_tensor, plain_tensor, slice_dtype
 
 INF = float("inf")
 
@@ -136,9 +136,11 @@ def test_expert_ids_come_in_the_form_asked_for_or_not_at_all(form: Any, experts:
     ids = np.asarray([[[0, 255], [experts - 1, 7]]]).astype(spec.dtype)
     if form == "uint8" and experts > 256:
         with pytest.raises(ConfigError, match="ids of 512 experts do not fit uint8: ask for int32, int64 or bytes"):
-            buffer_dtype(spec, form)
+            slice_dtype(Schema((spec, sampling_mask())), form)
+        with pytest.raises(ConfigError, match="do not fit uint8"):
+            dense_tensor(ids, spec, form)
         return
-    assert buffer_dtype(spec, form) == {"int32": "int32", "int64": "int64", "uint8": "uint8", "bytes": spec.dtype}[form]
+    assert slice_dtype(Schema((spec, sampling_mask())), form) == {"int32": "int32", "int64": "int64"}.get(form, "stored")
     got = dense_tensor(ids, spec, form)
     values = got.numpy().view(spec.dtype) if form == "bytes" else got.numpy()
     assert values.tolist() == ids.tolist()
@@ -161,7 +163,7 @@ def test_no_id_is_narrowed_before_it_was_looked_at() -> None:
     assert plain_tensor(np.asarray([(1 << 63) - 1], np.uint64), what="x").tolist() == [(1 << 63) - 1]
     assert plain_tensor(np.asarray([65535], np.uint16), what="x").dtype == torch.int32
     with pytest.raises(ConfigError, match="'int16' asked for; known are int32, int64, uint8, bytes"):
-        buffer_dtype(spec, "int16")  # type: ignore[arg-type]
+        slice_dtype(Schema((spec,)), "int16")  # type: ignore[arg-type]
 
 
 @pytest.mark.payload("B6")
