@@ -5,11 +5,13 @@ Refuses to decide how long to wait and what a failure means: the trainer polls, 
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 from fsref.errors import FsrefError, MissingArrays, ObjectMissing, StepError, StoreUnavailable
+from fsref.plan import present_fields
 from fsref.steps import RankFile, StepInfo, read_info, read_rank, step_name
 from fsref.store import Store
 
@@ -44,11 +46,14 @@ class StepFeed:
         first: int,
         last: int,
         ahead: int,
+        fields: Sequence[str] = (),
         abandon_s: float = 5.0,
     ) -> None:
+        """``fields``: what every sample that trains must bring, where the schema has it; one without any array is refused anyway."""
         self._store, self._loader = store, loader
         self._run, self._run_uuid, self._data_rank = run, run_uuid, data_rank
         self._next, self._last, self._ahead, self._abandon_s = first, last, ahead, abandon_s
+        self._fields = tuple(fields)
         self._current = first
         self._ready: dict[int, Published] = {}
         self._changed = threading.Condition()
@@ -143,16 +148,23 @@ class StepFeed:
         except (ObjectMissing, StoreUnavailable) as e:  # it was there before STEP.json: this client of the filesystem sees it later
             self._note(str(e))
             return None
-        _require_references(rank_file)
+        _require_arrays(rank_file, self._fields)
         self._loader.prefetch(rank_file)
         return Published(info, rank_file)
 
 
-def _require_references(rank_file: RankFile) -> None:
-    for micro_batch in rank_file.micro_batches:
-        for sequence in micro_batch.sequences:
-            if sequence.ref is None and any(sequence.loss_mask):
-                raise MissingArrays(
-                    f"{step_name(rank_file.step)}: sample {sequence.sample} trains but has no arrays: is its environment served by a plain "
-                    f"verifiers server? Serve it with `fsref env-server`"
-                )
+def _require_arrays(rank_file: RankFile, fields: Sequence[str]) -> None:
+    """Every sample that trains must bring every field that the run needs: what lost it on the way is found here, not in the loss."""
+    needed = [f.name for f in rank_file.schema.fields if f.name in fields]
+    for sequence in (s for m in rank_file.micro_batches for s in m.sequences if any(s.loss_mask)):
+        where = f"{step_name(rank_file.step)}: sample {sequence.sample} trains"
+        if sequence.ref is None:
+            raise MissingArrays(
+                f"{where} but has no arrays: is its environment served by a plain verifiers server? Serve it with `fsref env-server`"
+            )
+        held = present_fields(sequence.ref, rank_file.schema)
+        if lacking := [name for name in needed if name not in held]:
+            raise MissingArrays(
+                f"{where} without {lacking}, which run.fields needs; its reference brings {list(held)}: look at who wrote the step file, "
+                f"take the fields out of run.fields, or set run.missing = 'fallback'"
+            )

@@ -121,6 +121,7 @@ class StepLoader:
                     first=first,
                     last=self._last,
                     ahead=section.prefetch_steps,
+                    fields=config.run.fields if config.run.missing == "strict" else (),
                     abandon_s=section.abandon_s,
                 )
             )

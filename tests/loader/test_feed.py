@@ -3,14 +3,17 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from fsref.errors import MissingArrays, StepError, StoreUnavailable
 from fsref.loader.feed import StepFeed
+from fsref.refs import Payload
 from fsref.steps import MicroBatch, RankFile, rank_file_name
-from tests.trainer.runs import DEADLINE_S, RUN, SmallRun
+from tests.trainer.runs import DEADLINE_S, RUN, SmallRun, payload
 
 
 class Started:
@@ -113,6 +116,7 @@ def test_a_step_of_another_run_is_an_error_for_whoever_waits(small: SmallRun) ->
         steps.wait(0, timeout_s=DEADLINE_S)
 
 
+@pytest.mark.payload("G9")
 def test_a_trained_sample_without_arrays_is_named(small: SmallRun) -> None:
     bare = msgspec.structs.replace(small.sample(0, "trace-7/1"), ref=None)
     small.publish(
@@ -120,6 +124,30 @@ def test_a_trained_sample_without_arrays_is_named(small: SmallRun) -> None:
     )
     with feed(small, Started()) as steps, pytest.raises(MissingArrays, match="trace-7/1 trains but has no arrays"):
         steps.wait(0, timeout_s=DEADLINE_S)
+
+
+@pytest.mark.payload("G9")
+def test_a_field_that_was_dropped_on_the_way_is_named_before_anything_is_fetched(small: SmallRun) -> None:
+    """An orchestrator of someone else's, whose list of allowed fields does not know this one."""
+    tokens = np.arange(6, dtype=np.int32)
+    for step in range(2):
+        whole = payload(tokens, 3, small.rng)
+        part = Payload(tokens, {n: d for n, d in whole.fields.items() if n != "sampling_mask"})
+        sample = msgspec.structs.replace(small.sample(0, "trace-8/0"), ref=small.writer.put(part))
+        dummy = msgspec.structs.replace(sample, loss_mask=bytes(len(sample.loss_mask)), padding=True, sample="dummy")
+        batch = MicroBatch((dummy, sample) if step else (dummy,))
+        small.publish(step, [RankFile(v=1, run=RUN, step=step, data_rank=0, schema=small.info.schema, micro_batches=(batch,), owned=())])
+    started = Started()
+    strict: dict[str, Any] = {"run": RUN, "run_uuid": small.info.run_uuid, "data_rank": 0, "first": 0, "last": 1, "ahead": 0}
+    with StepFeed(small.store, started, **strict, fields=["routed_experts", "sampling_mask", "not_in_the_schema"]) as steps:
+        assert steps.wait(0, timeout_s=DEADLINE_S) is not None
+        with pytest.raises(
+            MissingArrays, match=r"step_000001: sample trace-8/0 trains without \['sampling_mask'\], which run.fields needs"
+        ):
+            steps.wait(1, timeout_s=DEADLINE_S)
+    assert started.steps == [0]
+    with StepFeed(small.store, started, **strict) as steps:
+        assert steps.wait(1, timeout_s=DEADLINE_S) is not None, "run.missing = fallback"
 
 
 def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
