@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from fsref import config
-from fsref.config import sections
+from fsref.config import sections, slurm
 from fsref.refs import lints, schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ This page is made by `tools/config_docs.py` from `fsref/config/sections.py`.
 def docstrings() -> dict[tuple[str, str], str]:
     """The string under each field, by class and field name."""
     out: dict[tuple[str, str], str] = {}
-    for module in (sections, schema, lints):
+    for module in (sections, slurm, schema, lints):
         assert module.__file__ is not None
         for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):

@@ -102,10 +102,12 @@ def _root(
 def run(
     ctx: typer.Context,
     config: Annotated[Path, typer.Argument(help="TOML file; a name such as local.toml that is not there falls back to the packaged one.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the commands; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the commands, or the job's script; start nothing.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run the whole pipeline on this machine, then audit it; the exit code is the audit's."""
+    """Run the whole pipeline, then audit it; the exit code is the audit's. With a [slurm] table: submit it as a job."""
     raise typer.Exit(body("fsref.cli.launch")(config, overrides=overrides_of(ctx), dry_run=dry_run, verbose=verbose))
 
 
@@ -213,11 +215,13 @@ def env_server(
     ctx: typer.Context,
     config: ConfigFile,
     env: Annotated[str, typer.Option("--env", help="Name of the [[env]] table.", show_default=False)],
+    *,
     replica: Annotated[int, typer.Option("--replica", help="Number of this replica, from 0.", min=0)] = 0,
+    node: Annotated[str, typer.Option("--node", help="Name in its address file; else local-<replica>.", show_default=False)] = "",
     verbose: Verbose = False,
 ) -> None:
     """Run one replica of an environment source: episodes, arrays to the store, references to the orchestrator."""
-    body("fsref.cli.roles")("env-server", config, overrides=overrides_of(ctx), verbose=verbose, env=env, replica=replica)
+    body("fsref.cli.roles")("env-server", config, overrides=overrides_of(ctx), verbose=verbose, env=env, replica=replica, node=node)
 
 
 @app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
@@ -316,3 +320,21 @@ def pool_stop(
 ) -> None:
     """Stop this node's servers, by their pids. Its data stays."""
     body("fsref.cli.pool", "stop_main")(folder, grace_s=grace_s)
+
+
+@app.command(cls=ConfigCommand, hidden=True)
+def job(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Launch a job's run from its batch script (`fsref run` submits that)."""
+    raise typer.Exit(body("fsref.cli.jobs", "job_main")(config, overrides=overrides_of(ctx), verbose=verbose))
+
+
+@app.command(cls=ConfigCommand, hidden=True)
+def node(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Launch what one inference node of a job runs (its step starts this with srun)."""
+    raise typer.Exit(body("fsref.cli.jobs", "node_main")(config, overrides=overrides_of(ctx), verbose=verbose))
+
+
+@app.command(cls=ConfigCommand, hidden=True)
+def rank(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
+    """Become a trainer rank of a job (its step starts this with srun)."""
+    raise typer.Exit(body("fsref.cli.jobs", "rank_main")(config, overrides=overrides_of(ctx), verbose=verbose))

@@ -15,6 +15,8 @@ from fsref.errors import ConfigError
 from fsref.pipeline.board import make_board
 from fsref.pipeline.layout import SERVER_FOLDER
 from fsref.pipeline.run import Plan, launch, make_plan
+from fsref.pipeline.slurm.commands import Slurm
+from fsref.pipeline.slurm.submit import make_submission, submit
 
 PACKAGED: Final = "configs"
 """Folder of the configs inside the installed package; in a source tree they lie beside it."""
@@ -26,12 +28,25 @@ def main(path: Path, *, overrides: Sequence[str], dry_run: bool, verbose: bool) 
     found = find_config(path)
     if found != path:
         print(f"{path} is not there; using the packaged {found}", file=sys.stderr)  # noqa: T201  said, not silent
-    plan = make_plan(settings.load(found, overrides), now=dt.datetime.now(dt.UTC), verbose=verbose)
+    config = settings.load(found, overrides)
+    if config.slurm is not None:
+        return _submit(config, dry_run=dry_run)
+    plan = make_plan(config, now=dt.datetime.now(dt.UTC), verbose=verbose)
     if dry_run:
         print(describe(plan))  # noqa: T201  the command's answer
         return 0
     board = make_board(title=f"run {plan.config.run.id}", steps=plan.config.run.steps)
     return launch(plan, board)
+
+
+def _submit(config: settings.Config, *, dry_run: bool) -> int:
+    """A config with a ``[slurm]`` table is a job."""
+    submission = make_submission(config, now=dt.datetime.now(dt.UTC))
+    if dry_run:
+        print(submission.script, end="")  # noqa: T201  the command's answer
+        return 0
+    submit(submission, Slurm(), print)
+    return 0
 
 
 def packaged() -> list[Path]:

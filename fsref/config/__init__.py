@@ -24,6 +24,7 @@ from fsref.config.sections import (
     TrainerSection,
     quota_share,
 )
+from fsref.config.slurm import SlurmOrchestratorSection, SlurmSamplingSection, SlurmSection, SlurmTrainingSection
 
 __all__ = [
     "Config",
@@ -40,6 +41,10 @@ __all__ = [
     "PayloadSection",
     "RunSection",
     "SamplingSection",
+    "SlurmOrchestratorSection",
+    "SlurmSamplingSection",
+    "SlurmSection",
+    "SlurmTrainingSection",
     "StoreSection",
     "TrainerSection",
     "build",

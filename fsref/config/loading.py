@@ -1,10 +1,12 @@
 """From TOML, JSON and the command line to a frozen ``Config``, and the messages for what does not fit."""
 
+import datetime as dt
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -82,7 +84,9 @@ def keys(section: type[msgspec.Struct] = Config, prefix: str = "") -> list[str]:
 
 
 def struct_of(hint: Any) -> type[msgspec.Struct] | None:
-    """The section that a key's type is, or a list of; None for a scalar key."""
+    """The section that a key's type is, or a list of, or that may be absent; None for a scalar key."""
+    if get_origin(hint) in {Union, UnionType}:
+        return next(filter(None, map(struct_of, get_args(hint))), None)
     if get_origin(hint) is Annotated:
         return struct_of(get_args(hint)[0])
     if get_origin(hint) is tuple:
@@ -136,9 +140,9 @@ def _element(items: list[Any], part: str, key: str) -> Any:
 
 
 def _toml_value(text: str) -> Any:
-    """``text`` as one TOML value, else as the string that it is."""
+    """``text`` as one TOML value, else as the string that it is; so are dates and times, which no setting is (``slurm.time`` is text)."""
     try:
         found = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return found["x"] if set(found) == {"x"} else text
+    return found["x"] if set(found) == {"x"} and not isinstance(found["x"], dt.date | dt.time) else text

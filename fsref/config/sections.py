@@ -5,22 +5,15 @@ The string under each key is its documentation (``tools/config_docs.py`` makes t
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
+from fsref.config.base import Count, Fraction, Natural, Positive, Section
+from fsref.config.slurm import SlurmSection
 from fsref.errors import ConfigError
 from fsref.refs import Codec, Field, Lints
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
 ParallelAxis = Literal["data", "context", "tensor", "pipeline"]
 """An axis of a parallel layout."""
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section: frozen, keyword-only, unknown keys refused."""
 
 
 class RunSection(Section, frozen=True, kw_only=True):
@@ -45,6 +38,8 @@ class RunSection(Section, frozen=True, kw_only=True):
     replay: Literal["keep", "drop"] = "keep"
     """A run that is started again goes on from its newest checkpoint. ``keep``: the steps after it that were published are trained again
     from their arrays, byte for byte, and new ones follow. ``drop``: they are removed, and generated anew."""
+    attempt: str = ""
+    """Set by the launcher of a job: this start of it (``<job>.<restarts>``). Addresses that another start published are never used."""
 
 
 class PayloadSection(Section, frozen=True, kw_only=True):
@@ -90,6 +85,9 @@ class InferenceSection(Section, frozen=True, kw_only=True):
     """Further environment variables of the inference process."""
     start_s: Positive = 300.0
     """How long to wait until it answers."""
+    servers: Natural = 0
+    """Set by the launcher of a job: servers that publish their addresses in ``<run_dir>/inference``, one per inference node. Runs on a
+    node's env server are sampled by that node's. 0: one, at ``address``."""
 
 
 class EnvSection(Section, frozen=True, kw_only=True):
@@ -107,7 +105,7 @@ class EnvSection(Section, frozen=True, kw_only=True):
     env_args: dict[str, Any] = {}
     """verifiers environment config beside the taskset: seats, retries, timeouts."""
     replicas: Count = 1
-    """Server processes that the launcher starts; limits below apply to each."""
+    """Server processes that the launcher starts; limits below apply to each. In a job: one per inference node."""
     workers: Count = 1
     """Worker processes of each server."""
     concurrent_max: Count = 64
@@ -171,6 +169,9 @@ class OrchestratorSection(Section, frozen=True, kw_only=True):
     """An episode that takes longer is cancelled and counted as failed."""
     retries_max: Natural = 3
     """Attempts for an episode that failed because its replica died."""
+    env_server_replicas: Natural = 0
+    """Set by the launcher of a job to the number of inference nodes, each of which runs one replica of every source. 0: what the sources'
+    own ``replicas`` say."""
     replica_wait_s: Positive = 120.0
     """How long to wait for the address files and health of the replicas."""
     groups_failed_max: Count = 16
@@ -399,6 +400,7 @@ class Config(Section, frozen=True, kw_only=True):
     payload: PayloadSection = PayloadSection()
     field: tuple[Field, ...] = ()
     """``[[field]]``: declarations of fields that this version does not know by name; list them in ``run.fields`` too."""
+    slurm: SlurmSection | None = None
 
     def __post_init__(self) -> None:
         if self.orchestrator.batch_size % self.orchestrator.group_size:

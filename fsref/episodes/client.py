@@ -16,8 +16,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from fsref import errors
+from fsref.addresses import Address, find, gone, stale
 from fsref.config import EnvSection
-from fsref.episodes.address import Address, find, gone, stale
 from fsref.episodes.branches import BranchSample, TraceResult, branch_samples, trace_result
 from fsref.episodes.source import Target, Task, client_config, sampling_config
 from fsref.episodes.wire_client import Abandoned, ServerRefused, WireClient
@@ -81,6 +81,12 @@ class _Replica:
     failed: int = 0
     cancelled: int = 0
     deaths: int = 0
+
+    @property
+    def node(self) -> str:
+        """Where it runs; empty where that is not known."""
+        return self.record.node if self.record is not None else ""
+
     watch: asyncio.Task[None] | None = None
     old: list[WireClient] = field(default_factory=list)
 
@@ -88,13 +94,16 @@ class _Replica:
 class EpisodeClient:
     """Runs episodes of one ``[[env]]`` source. Start it, close it; a context manager. One event loop."""
 
-    def __init__(self, *, env: EnvSection, envs_dir: Path, run: str, run_uuid: str, session: str, abandoned: Abandoned) -> None:
+    def __init__(
+        self, *, env: EnvSection, envs_dir: Path, run: str, run_uuid: str, session: str, abandoned: Abandoned, attempt: str = ""
+    ) -> None:
         """``session``: the consumer's incarnation; env workers begin a new one of their own when another orchestrator's comes.
 
+        ``attempt``: only replicas of this start of the job are connected to.
         ``abandoned(request_id, {object id: bytes})`` is called on the event loop for a reply that arrived and is not returned.
         """
         self._env, self._envs_dir, self._run, self._run_uuid, self._abandoned = env, envs_dir, run, run_uuid, abandoned
-        self._session = session
+        self._session, self._attempt = session, attempt
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Condition()
         self._wait_s = 120.0
@@ -127,9 +136,10 @@ class EpisodeClient:
         again), ``asyncio.CancelledError`` (the server was told, or ``abandoned`` was called), or the error of this package that the
         server ended the episode with: missing arrays, a wrong payload, a store or ledger failure.
         """
-        client, settings = client_config(target), sampling_config(sampling)
+        settings = sampling_config(sampling)
         start = time.monotonic()
         async with self._slot() as replica:
+            client = client_config(target, node=replica.node)
             try:
                 request_id, objects, found = await replica.client.episode(
                     client=client, model=target.model, sampling=settings, task_data=dict(task.data)
@@ -238,13 +248,23 @@ class EpisodeClient:
     async def _find(self) -> None:
         """Connects to replicas as their address files appear or change, and anew to one that was given up and lives."""
         while True:
-            for _, record in await asyncio.to_thread(find, self._envs_dir, split=self._env.split, name=self._env.name):
+            found = await asyncio.to_thread(find, self._envs_dir, split=self._env.split, name=self._env.name)
+            for replica in self._replicas.values():
+                if replica.alive and replica.label not in {record.label for _, record in found}:
+                    self._withdrawn(replica)
+            for _, record in found:
                 known = self._replicas.get(record.label)
                 if known is not None and known.record == record and known.watch is not None and not known.watch.done():
                     continue
-                if not stale(record, run_uuid=self._run_uuid):
+                if not stale(record, run_uuid=self._run_uuid, attempt=self._attempt):
                     await self._replace(record)
             await asyncio.sleep(_POLL_S)
+
+    def _withdrawn(self, replica: _Replica) -> None:
+        """It stopped, or its launcher saw it dead: on another node that is seen here long before enough health checks are missed."""
+        if replica.watch is not None:
+            replica.watch.cancel()
+        self._down(replica, "its address was withdrawn")
 
     async def _replace(self, record: Address) -> None:
         known = self._replicas.get(record.label)

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,8 @@ class Target:
     """Model folder with the tokenizer that env servers render prompts with."""
     kind: Literal["train", "eval"] = "train"
     """``eval`` relays chat requests: no token ids, no arrays. Evaluations of the policy use ``train`` as well."""
+    by_node: Mapping[str, str] = field(default_factory=dict)
+    """``base_url`` for env servers on nodes that have an inference server of their own."""
 
 
 def plugin_id(name: str) -> str:
@@ -114,9 +116,9 @@ def sampling_config(values: Mapping[str, Any]) -> Any:
     return SamplingConfig.model_validate(dict(values))
 
 
-def client_config(target: Target) -> Any:
-    """verifiers' form of a target. No credentials travel: the engine is inside the run."""
-    base = {"base_url": f"{target.base_url.rstrip('/')}/v1", "api_key_var": "FSREF_NO_KEY"}
+def client_config(target: Target, *, node: str = "") -> Any:
+    """verifiers' form of a target, for an env server on ``node``. No credentials travel: the engine is inside the run."""
+    base = {"base_url": f"{target.by_node.get(node, target.base_url).rstrip('/')}/v1", "api_key_var": "FSREF_NO_KEY"}
     if target.kind == "eval":
         return EvalClientConfig.model_validate({"type": "eval", **base})
     return TrainClientConfig.model_validate(

@@ -21,7 +21,7 @@ from fsref.orchestrator.loop import Identity, Loop
 from fsref.orchestrator.session import Session, open_session, run_role
 from fsref.orchestrator.tasks import stream
 from fsref.orchestrator.waiting import together
-from fsref.orchestrator.weights import InferenceControl, Version, newest, watch
+from fsref.orchestrator.weights import InferenceControl, Version, everywhere, newest, watch
 from fsref.store import Store
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ async def _run(config: Config) -> None:
         hook = await asyncio.to_thread(open_backends, config.metrics, folder, run=session.info.run, role="orchestrator")
         try:
             version = Version()
-            control = InferenceControl(config.inference.address)
+            load = everywhere([InferenceControl(a) for a in session.inference.addresses])
             loop = _loop(config, session, version, hook, start)
             async with together() as tasks:
                 poll_s = config.orchestrator.weights_poll_s
                 there = newest(folder / "weights")
-                watcher = tasks.create_task(watch(folder / "weights", control.load, version, poll_s=poll_s))
+                watcher = tasks.create_task(watch(folder / "weights", load, version, poll_s=poll_s))
                 if there is not None and start.step:  # inference may have been started anew, with the initial model
                     await version.at_least(there.version, deadline_s=config.orchestrator.weights_wait_s)
                 await loop.run()

@@ -10,17 +10,19 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from fsref.config import Config, EnvSection
-from fsref.episodes import Episode, EpisodeClient, Target, Task, check_seams, load_tasks, sampling_values
+from fsref.episodes import Episode, EpisodeClient, ReplicaCounts, Target, Task, check_seams, load_tasks, sampling_values
 from fsref.errors import ConfigError
 from fsref.journal import RunInfo, read_run
 from fsref.orchestrator.attempts import Attempts
 from fsref.orchestrator.custody import Custody
 from fsref.orchestrator.filters import Reason
 from fsref.orchestrator.groups import Source
+from fsref.orchestrator.servers import Servers, find_servers
 from fsref.orchestrator.waiting import together
 from fsref.reaper import ConsumerHolder
 from fsref.store import Store, open_root
@@ -44,6 +46,9 @@ class Session:
     attempts: Attempts
     wire_bytes: Callable[[], int]
     """Bytes that env servers sent since the start."""
+    inference: Servers
+    replicas: "Callable[[], Mapping[str, ReplicaCounts]]"
+    """What each replica did, by label."""
 
 
 @contextlib.asynccontextmanager
@@ -64,10 +69,11 @@ async def open_session(config: Config, *, role: Literal["orc", "evl"], splits: S
         try:
             custody = Custody(holder)
             async with contextlib.AsyncExitStack() as clients:
-                started = [await clients.enter_async_context(_client(e, run_dir, info, custody, holder.inc)) for e in envs]
+                servers = await find_servers(config, info)
+                started = [await clients.enter_async_context(_client(e, config, info, custody, holder.inc)) for e in envs]
                 await _start(started, deadline_s=config.orchestrator.replica_wait_s)
                 tasks = [await asyncio.to_thread(_tasks, e) for e in envs]
-                sources = [_source(config, e, c, t) for e, c, t in zip(envs, started, tasks, strict=True)]
+                sources = [_source(config, servers, e, c, t) for e, c, t in zip(envs, started, tasks, strict=True)]
                 yield Session(
                     info=info,
                     store=store,
@@ -78,6 +84,8 @@ async def open_session(config: Config, *, role: Literal["orc", "evl"], splits: S
                         deadline_s=config.orchestrator.run_deadline_s, retries_max=config.orchestrator.retries_max, seed=config.run.seed
                     ),
                     wire_bytes=lambda: sum(c.bytes_received for c in started),
+                    inference=servers,
+                    replicas=lambda: {label: counts for c in started for label, counts in c.counts().items()},
                 )
         finally:
             pending = holder.close(discard=True)
@@ -96,11 +104,19 @@ def _tasks(env: EnvSection) -> list[Task]:
     return list(load_tasks(env, limit=TASKS_MAX))
 
 
-def _client(env: EnvSection, run_dir: Path, info: RunInfo, custody: Custody, session: str) -> EpisodeClient:
+def _client(env: EnvSection, config: Config, info: RunInfo, custody: Custody, session: str) -> EpisodeClient:
     def abandoned(request_id: str, objects: Mapping[str, int]) -> None:
         custody.drop(custody.take(request_id, objects), Reason.LATE)
 
-    return EpisodeClient(env=env, envs_dir=run_dir / "envs", run=info.run, run_uuid=info.run_uuid, session=session, abandoned=abandoned)
+    return EpisodeClient(
+        env=env,
+        envs_dir=Path(config.run.run_dir) / "envs",
+        run=info.run,
+        run_uuid=info.run_uuid,
+        session=session,
+        abandoned=abandoned,
+        attempt=config.run.attempt,
+    )
 
 
 async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None:
@@ -109,15 +125,19 @@ async def _start(clients: Sequence[EpisodeClient], *, deadline_s: float) -> None
             tasks.create_task(client.start(deadline_s=deadline_s))
 
 
-def _source(config: Config, env: EnvSection, client: EpisodeClient, tasks: Sequence[Task]) -> Source:
-    target = Target(
-        base_url=config.inference.address,
-        model=config.model.name,
-        tokenizer=config.model.path or str(Path(config.run.run_dir) / "model"),
-    )
+def _source(config: Config, servers: Servers, env: EnvSection, client: EpisodeClient, tasks: Sequence[Task]) -> Source:
+    targets = cycle(
+        Target(
+            base_url=address,
+            model=config.model.name,
+            tokenizer=config.model.path or str(Path(config.run.run_dir) / "model"),
+            by_node=servers.by_node,
+        )
+        for address in servers.addresses
+    )  # in turn, for env servers that have no inference on their own node
 
     async def run(task: Task, seed: int) -> Episode:
-        return await client.run(task, target=target, sampling=sampling_values(config.sampling, config.run.fields, seed=seed))
+        return await client.run(task, target=next(targets), sampling=sampling_values(config.sampling, config.run.fields, seed=seed))
 
     return Source(
         name=env.name,
@@ -130,7 +150,8 @@ def _source(config: Config, env: EnvSection, client: EpisodeClient, tasks: Seque
 
 
 def run_role(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
-    """Runs a role's coroutine to its end. SIGTERM and SIGINT cancel it, which is a clean end: the result is None then."""
+    """Runs a role's coroutine to its end. SIGTERM, SIGINT and SIGUSR1 (which srun passes on) cancel it, which is a clean end: the result is
+    None then."""
     return asyncio.run(_guarded(work))
 
 
@@ -145,7 +166,7 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
             task.cancel()
         stopped.append(number.name)
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:

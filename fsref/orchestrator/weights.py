@@ -11,7 +11,8 @@ import http.client
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -77,6 +78,18 @@ class InferenceControl:
             connection.close()
         if answer.status != 200:
             raise OSError(f"{self._address}{path} answered {answer.status}: {text[:200].decode(errors='replace')}")
+
+
+def everywhere(servers: Sequence[InferenceControl]) -> Callable[[Path], None]:
+    """One load for all servers of a run, side by side; done when every one has the weights. It raises the first one's ``OSError``."""
+
+    def load(folder: Path) -> None:
+        with ThreadPoolExecutor(len(servers), thread_name_prefix="fsref-weights") as threads:
+            loads = [threads.submit(s.load, folder) for s in servers]
+        for done in loads:
+            done.result()
+
+    return load
 
 
 class Version:

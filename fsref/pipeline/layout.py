@@ -1,4 +1,4 @@
-"""Where a local run's files are, which ports it uses and how its roles are started: pure, once the ports are chosen.
+"""Where a run's files are, which ports it uses and how its roles are started: pure, once the ports are chosen.
 
 Owns the resolved config of a run and the command lines. Refuses to start or write anything.
 """
@@ -50,6 +50,8 @@ class RoleCommand:
     replica: int = -1
     address: Path | None = None
     """Env server: the file that it publishes once it serves."""
+    addresses: tuple[Path, ...] = ()
+    """A job's step: the files that its nodes publish once they serve."""
 
 
 def mint_run_id(now: dt.datetime) -> str:
@@ -82,9 +84,13 @@ def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
         config,
         run=replace(config.run, id=run_id, root=root, run_dir=run_dir),
         model=replace(config.model, path=str(Path(config.model.path).absolute()) if config.model.path else f"{run_dir}/model"),
-        inference=replace(config.inference, address=config.inference.address or f"http://{LOOPBACK}:{ports[0]}"),
+        inference=replace(config.inference, address=config.inference.address or _loopback(config, ports)),
         store=config.store if config.store.server == "none" else own_server(config, Path(run_dir), ports[1:]),
     )
+
+
+def _loopback(config: Config, ports: Sequence[int]) -> str:
+    return "" if config.inference.servers else f"http://{LOOPBACK}:{ports[0]}"
 
 
 def own_server(config: Config, run_dir: Path, ports: Sequence[int]) -> StoreSection:
@@ -128,20 +134,21 @@ def role_commands(config: Config, *, serve: bool, master_port: int, verbose: boo
     out: list[RoleCommand] = []
     if serve:
         out.append(
-            RoleCommand(Part.INFERENCE, _command("inference", ("inference", *common), run_dir / "logs/inference.log", config.inference.env))
+            RoleCommand(
+                Part.INFERENCE, fsref_command("inference", ("inference", *common), run_dir / "logs/inference.log", config.inference.env)
+            )
         )
     for env in config.env:
-        out += [env_server(env, n, run_dir, common) for n in range(0 if env.serve_address else env.replicas)]
+        out += [env_server(env, n, f"local-{n}", run_dir, common) for n in range(0 if env.serve_address else env.replicas)]
     out += [RoleCommand(Part.TRAINER, _trainer(config, common, rank, master_port)) for rank in range(config.trainer.parallel.data)]
-    out.append(RoleCommand(Part.ORCHESTRATOR, _command("orchestrator", ("orchestrator", *common), run_dir / "logs/orchestrator.log")))
+    out.append(RoleCommand(Part.ORCHESTRATOR, fsref_command("orchestrator", ("orchestrator", *common), run_dir / "logs/orchestrator.log")))
     return out
 
 
-def env_server(env: EnvSection, replica: int, run_dir: Path, common: Sequence[str]) -> RoleCommand:
+def env_server(env: EnvSection, replica: int, node: str, run_dir: Path, common: Sequence[str]) -> RoleCommand:
     """One replica of a source."""
-    node = f"local-{replica}"
-    argv = ("env-server", *common, "--env", env.name, "--replica", str(replica))
-    command = _command(f"envs/{env.split}/{env.name}.{node}", argv, env_log(run_dir, env, node))
+    argv = ("env-server", *common, "--env", env.name, "--replica", str(replica), "--node", node)
+    command = fsref_command(f"envs/{env.split}/{env.name}.{node}", argv, env_log(run_dir, env, node))
     return RoleCommand(Part.ENV, command, env=env.name, replica=replica, address=address_file(run_dir, env, node))
 
 
@@ -154,14 +161,15 @@ def _trainer(config: Config, common: Sequence[str], rank: int, master_port: int)
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(config.trainer.threads),
     }
-    return _command(f"trainer/rank_{rank}", ("trainer", *common), Path(config.run.run_dir) / f"logs/trainer/rank_{rank}.log", env)
+    return fsref_command(f"trainer/rank_{rank}", ("trainer", *common), Path(config.run.run_dir) / f"logs/trainer/rank_{rank}.log", env)
 
 
 def model_command(config: Config) -> Command:
     """Makes the initial model folder."""
     run_dir = Path(config.run.run_dir)
-    return _command("model", ("model", "--config", str(run_dir / "config.json")), run_dir / "logs/model.log")
+    return fsref_command("model", ("model", "--config", str(run_dir / "config.json")), run_dir / "logs/model.log")
 
 
-def _command(name: str, argv: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Command:
+def fsref_command(name: str, argv: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Command:
+    """``fsref`` with these arguments, by this interpreter."""
     return Command(name=name, argv=(sys.executable, "-m", "fsref", *argv), log=log, env=env or {})

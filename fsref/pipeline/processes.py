@@ -43,6 +43,10 @@ class Command:
     """Others need it to end in order: if the launcher is killed, it is stopped after them."""
     keep_fds: tuple[int, ...] = ()
     """Descriptors of the launcher that stay open in it: locks that last as long as it does."""
+    stop_signal: int = signal.SIGTERM
+    """What asks it to end."""
+    reports: tuple[Path, ...] = ()
+    """Logs of what it starts elsewhere, which say more than its own about why it ended."""
 
 
 class Child:
@@ -52,6 +56,8 @@ class Child:
         self.command = command
         self.log_start = log_start
         """Where its output begins in the log, which earlier lives of the same role may share."""
+        self.reports = {path: _size(path) for path in command.reports}
+        """The same for its reports."""
         self.pid = process.pid
         self._process = process
         self.reaped_pids: list[int] = []
@@ -153,9 +159,9 @@ class Family:
         return code
 
     def stop(self, children: Sequence[Child], *, grace_s: float, hurry: "Hurry | None" = None) -> dict[str, int]:
-        """SIGTERM, up to ``grace_s`` seconds, SIGKILL; returns exit codes by name. ``hurry`` cuts the wait short."""
+        """Their stop signal, up to ``grace_s`` seconds, SIGKILL; returns exit codes by name. ``hurry`` cuts the wait short."""
         for child in children:
-            child.signal(signal.SIGTERM)
+            child.signal(child.command.stop_signal)
         end = time.monotonic() + grace_s
         while not all(c.ended() for c in children) and time.monotonic() < end and not (hurry and hurry.now):
             time.sleep(POLL_S)
@@ -185,6 +191,13 @@ class Family:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 class Hurry:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsref.config import Config
-from fsref.errors import FsrefError, StoreError
+from fsref.errors import FsrefError, RoleFailed, StoreError
 from fsref.pipeline import objectserver, settle
 from fsref.pipeline.board import Board
 from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
@@ -36,6 +36,10 @@ class Plan:
     """Makes or checks the model folder."""
     healthy: Callable[[str], bool] = answers
     """Whether the inference server serves."""
+    before: Callable[[Config, Callable[[str], None]], None] | None = None
+    """What comes first under the run's lock, before anything is settled."""
+    ended: Callable[[Config, RoleCommand, Child], object] | None = None
+    """What is noted about a role whose processes have ended; None: ``settle.declare_dead`` of those that were waited for."""
 
 
 def make_plan(config: Config, *, now: dt.datetime, verbose: bool = False) -> Plan:
@@ -46,11 +50,20 @@ def make_plan(config: Config, *, now: dt.datetime, verbose: bool = False) -> Pla
     return Plan(config=resolved, roles=tuple(roles))
 
 
-class _Watcher:
+class Watcher:
     """Passes on what the supervisor tells: to the board, and deaths to the ledger. Looks after the object server."""
 
-    def __init__(self, config: Config, board: Board, follower: Follower, server: ObjectServer | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        board: Board,
+        follower: Follower,
+        *,
+        server: ObjectServer | None = None,
+        ended: Callable[[Config, RoleCommand, Child], object] | None = None,
+    ) -> None:
         self._config = config
+        self._ended = ended or _reaped
         self._board = board
         self._follower = follower
         self._server = server
@@ -66,10 +79,14 @@ class _Watcher:
     def reaped(self, role: RoleCommand, child: Child, code: int) -> None:
         del code  # a clean end wrote a close record; declare_dead leaves those alone
         try:
-            settle.declare_dead(self._config, role, child.reaped_pids)
-        except StoreError as e:
+            self._ended(self._config, role, child)
+        except (StoreError, RoleFailed) as e:
             # the marker only spares others their own proof of the death; everything must still be stopped
             self._board.say(f"{child.name}: its death could not be noted: {e}")
+
+
+def _reaped(config: Config, role: RoleCommand, child: Child) -> object:
+    return settle.declare_dead(config, role, child.reaped_pids)
 
 
 def launch(plan: Plan, board: Board) -> int:
@@ -110,9 +127,11 @@ def _launch(plan: Plan, board: Board, stage: _Stage, *, existed: bool) -> int:
     run_dir = Path(config.run.run_dir)
     follower = Follower(run_dir / "metrics.jsonl")
     with board:
-        watcher = _Watcher(config, board, follower, stage.server)
+        watcher = Watcher(config, board, follower, server=stage.server, ended=plan.ended)
         supervisor = Supervisor(config=config, family=stage.family, signals=stage.signals, watcher=watcher, healthy=plan.healthy)
         board.say(f"run {config.run.id} in {run_dir}")
+        if plan.before is not None:
+            plan.before(config, board.say)
         resumed = resume(config, board.say) if existed else None
         if resumed is not None:
             board.say(resumed.told())

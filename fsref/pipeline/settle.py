@@ -60,19 +60,24 @@ def _journals(config: Config, role: RoleCommand) -> Iterator[tuple[str, Path]]:
             yield path.stem, path
 
 
-def _left_open(journal: Path, pids: set[int]) -> bool:
-    """Whether the journal has no close record although its writer is gone. A journal that cannot be read is left to recovery."""
+def unclosed(journal: Path) -> Open | None:
+    """Who writes, or wrote, a journal without a close record. None for a closed one, and for one that cannot be read: recovery says so."""
     with journal.open("rb") as file:
         first = file.readline(LINE_BYTES_MAX)
         file.seek(max(len(first), file.seek(0, 2) - LINE_BYTES_MAX))
         last = file.read().removesuffix(b"\n").rpartition(b"\n")[2]
     try:
         opened = decode_line(first.removesuffix(b"\n")) if line_ok(first.removesuffix(b"\n")) else None
-        if not isinstance(opened, Open) or opened.boot_id != identity.boot_id():
-            return False
-        if line_ok(last) and isinstance(decode_line(last), Close):
-            return False
+        closed = line_ok(last) and isinstance(decode_line(last), Close)
     except JournalCorrupt:
+        return None
+    return opened if isinstance(opened, Open) and not closed else None
+
+
+def _left_open(journal: Path, pids: set[int]) -> bool:
+    """Whether the journal has no close record although its writer is gone."""
+    opened = unclosed(journal)
+    if opened is None or opened.boot_id != identity.boot_id():
         return False
     return opened.pid in pids or identity.process_start(opened.pid) != opened.pstart
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NoReturn, Protocol, Self
 from urllib.parse import urlsplit
 
 from fsref.config import Config
 from fsref.errors import ReplicaDown, RoleFailed
 from fsref.pipeline.layout import Part, RoleCommand
-from fsref.pipeline.logs import last_error
+from fsref.pipeline.logs import last_error, why_of_step
 from fsref.pipeline.processes import Child, Command, Family, Hurry
 
 TICK_S: Final = 0.1
@@ -41,11 +41,11 @@ class Stopped(Exception):
 
 
 class Signals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into ``Stopped`` at the next look, and a second one into haste. A context manager; main
-    thread only.
+    """Turns the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 (Slurm's word before a time limit) into ``Stopped`` at the next look, and a second
+    one into haste. A context manager; main thread only.
     """
 
-    NUMBERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    NUMBERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.number = 0
@@ -113,6 +113,9 @@ class Supervisor:
     watcher: Watcher
     healthy: Callable[[str], bool] = field(default=answers)
     """Whether the inference server at an address answers."""
+    elsewhere: bool = False
+    """Other nodes serve every source too: the last replica of one here is missed by nobody, once everything has started."""
+    _started: bool = False
     _running: list[_Running] = field(default_factory=list)
     _restarts: dict[str, int] = field(default_factory=dict)
 
@@ -124,8 +127,9 @@ class Supervisor:
         servers = [r for r in roles if r.part not in ENDS_THE_RUN]
         self._start_all(servers)
         self._wait("inference", lambda: self.healthy(self.config.inference.address), self.config.inference.start_s)
-        addresses = [r.address for r in servers if r.address is not None]
+        addresses = [a for r in servers for a in (*r.addresses, *([r.address] if r.address is not None else []))]
         self._wait("env servers", lambda: all(a.exists() for a in addresses), self.config.orchestrator.replica_wait_s)
+        self._started = True
         self._start_all([r for r in roles if r.part in ENDS_THE_RUN])
 
     def run_to_end(self, command: Command) -> None:
@@ -142,8 +146,14 @@ class Supervisor:
             self._pause()
             self._look()
 
+    def serve(self) -> NoReturn:
+        """Goes on until a signal (``Stopped``) or a failure (``RoleFailed``) ends it: for servers whose clients are elsewhere."""
+        while True:
+            self._pause()
+            self._look()
+
     def stop(self) -> None:
-        """Part by part: SIGTERM, ``launcher.stop_s`` seconds, SIGKILL. Nothing runs when it returns."""
+        """Part by part: the stop signal, ``launcher.stop_s`` seconds, SIGKILL. Nothing runs when it returns."""
         for part in STOP_ORDER:
             running = [r for r in self._running if r.role.part is part]
             if not running:
@@ -211,7 +221,7 @@ class Supervisor:
             return []
         if role.address is not None:
             role.address.unlink(missing_ok=True)
-        if any(r.role.part is Part.ENV and r.role.env == role.env for r in self._running):
+        if (self.elsewhere and self._started) or any(r.role.part is Part.ENV and r.role.env == role.env for r in self._running):
             self.watcher.say(f"{why}; it is not restarted any more, its runs go to the other replicas")
             return []
         return [ReplicaDown(f"no replica of env {role.env!r} is left after {used} restarts: {why}")]
@@ -220,6 +230,8 @@ class Supervisor:
 def describe(child: Child, code: int) -> str:
     """``trainer/rank_1 exited with code 1: error: ...; log: ...``."""
     command = child.command
+    if command.reports and (said := why_of_step(command.log, child.log_start, child.reports)):
+        return f"{command.name} {said}"
     if code == -signal.SIGKILL:
         # it had no chance to say why: whatever stands last in its log is about something else
         return f"{command.name} was killed by SIGKILL (by someone, or for lack of memory); log: {command.log}"

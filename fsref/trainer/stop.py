@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT as a flag that the ranks agree on between steps."""
+"""SIGTERM, SIGINT and SIGUSR1 (which srun passes on) as a flag that the ranks agree on between steps."""
 
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignal:

@@ -97,7 +97,7 @@ def test_a_dry_run_prints_config_and_commands_and_makes_nothing(tmp_path: Path) 
     [
         (
             ("run", "nowhere.toml"),
-            "the config 'nowhere.toml' does not exist; packaged ones: local-vllm.toml, local.toml, s3-embedded.toml, s3.toml",
+            "the config 'nowhere.toml' does not exist; packaged ones: local-vllm.toml, local.toml, s3-embedded.toml, s3.toml, slurm.toml",
         ),
         (("run", "typo.toml"), "typo.toml: unknown key orchestrator.batchsize; did you mean orchestrator.batch_size?"),
         (

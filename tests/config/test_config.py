@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsref import config as settings
-from fsref.config import Config, EnvSection, build, loading
+from fsref.config import Config, EnvSection, SlurmSection, build, loading
 from fsref.errors import ConfigError
 from fsref.refs import Codec
 
@@ -40,7 +40,7 @@ def test_shipped_configs_are_valid_and_ask_for_what_they_can_get(path: Path) -> 
 
 
 def test_all_configs_ship() -> None:
-    assert {"local.toml", "local-vllm.toml", "s3.toml", "s3-embedded.toml"} <= {p.name for p in SHIPPED}
+    assert {"local.toml", "local-vllm.toml", "s3.toml", "s3-embedded.toml", "slurm.toml"} <= {p.name for p in SHIPPED}
 
 
 def test_every_profile_of_the_s3_config_is_a_valid_choice() -> None:
@@ -97,7 +97,7 @@ def test_overrides_are_toml_values_or_bare_words(tmp_path: Path, override: str, 
         ("[orchestrator]\nbatchsize = 1", (), r"c\.toml: unknown key orchestrator\.batchsize; did you mean orchestrator\.batch_size\?"),
         ("[orchestratr]\nx = 1", (), r"unknown key orchestratr; did you mean orchestrator\?"),
         ("[trainer]\ngroup_size = 4", (), r"unknown key trainer\.group_size; did you mean orchestrator\.group_size\?"),
-        ("[run]\nzzzzz = 4", (), r"unknown key run\.zzzzz; known here: fields, id,"),
+        ("[run]\nzzzzz = 4", (), r"unknown key run\.zzzzz; known here: attempt, fields, id,"),
         ('[[env]]\nname = "a"\nreplica = 2', (), r"unknown key env\[0\]\.replica; did you mean env\[0\]\.replicas\?"),
         ('[run]\nsteps = "8"', (), r"c\.toml: Expected `int`, got `str` at `run\.steps`"),
         ("[run]\nsteps = 0", (), r"Expected `int` >= 1 at `run\.steps`"),
@@ -143,7 +143,7 @@ def test_keys_name_every_scalar_setting() -> None:
 
 
 def test_every_setting_is_accepted_as_an_override(tmp_path: Path) -> None:
-    plain = msgspec.to_builtins(Config(env=(EnvSection(name="demo"),)))
+    plain = msgspec.to_builtins(Config(env=(EnvSection(name="demo"),), slurm=SlurmSection()))
     names = settings.keys()
     for key in names:
         value = plain

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fsref.addresses import read
 from fsref.config import Config, EnvSection, ModelSection, RunSection, StoreSection, dump
 from fsref.episodes import EpisodeClient, Target, Task
-from fsref.episodes.address import read
 from fsref.journal.run import RunInfo, create_run
 from fsref.refs import Schema, routed_experts, sampling_mask, top_logprobs
 from fsref.store import Store, open_root

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from fsref.addresses import address_path, publish, read
 from fsref.episodes import Episode, EpisodeClient
-from fsref.episodes.address import address_path, publish, read
 from fsref.errors import ReplicaDown
 from tests.envserver.engine import Engine
 from tests.envserver.support import EVL, SAMPLING, Replica, Run, task, until_async, with_client

@@ -116,7 +116,7 @@ def test_every_role_gets_its_command_line_and_log(tmp_path: Path) -> None:
     assert all(r.command.argv[:3] == (sys.executable, "-m", "fsref") for r in roles)
     assert all(("--config", str(run_dir / "config.json")) == r.command.argv[4:6] for r in roles)
     replica = roles[2]
-    assert replica.command.argv[6:] == ("--env", "demo", "--replica", "1")
+    assert replica.command.argv[6:] == ("--env", "demo", "--replica", "1", "--node", "local-1")
     assert replica.address == run_dir / "envs/train/demo.local-1.address"
     assert roles[4].command.env == {
         "RANK": "1",

@@ -1,12 +1,14 @@
-"""Address files: how a replica says where it listens.
+"""Address files: how an env-server replica, or the inference of a node, says where it listens.
 
-``<run_dir>/envs/<split>/<name>.<node>.address`` is a small JSON record, published by rename. A record of another run, or of a process
-that is gone, is stale and never connected to. Owns the record, its place and that judgement; refuses to open sockets.
+``<run_dir>/envs/<split>/<name>.<node>.address`` is a small JSON record, published by rename; inference of a job publishes
+``<run_dir>/inference/<node>.address``. A record of another run, of another start of its job, or of a process that is gone, is stale and
+never connected to. Owns the record, its place and that judgement; refuses to open sockets.
 """
 
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +29,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     run_uuid: str
     """Of run.json: a folder that was reused for another run does not match."""
     address: str
-    """``tcp://host:port``."""
+    """``tcp://host:port``, of inference ``http://host:port``."""
     label: str
     """``<name>-<replica>``; its workers' incarnations are labelled ``<label>-<worker>``."""
     host: str
@@ -37,9 +39,13 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     """Start time of the process in clock ticks since boot: pids are reused."""
     nonce: str
     """New with every start, so that a restarted replica differs even on the same port."""
+    node: str = ""
+    """The node's name as it stands in the file's name."""
+    attempt: str = ""
+    """Which start of a job it belongs to; empty outside of jobs."""
 
 
-def here(*, run: str, run_uuid: str, address: str, label: str) -> Address:
+def here(*, run: str, run_uuid: str, address: str, label: str, node: str = "", attempt: str = "") -> Address:
     """The record of this process."""
     pid = os.getpid()
     return Address(
@@ -52,12 +58,19 @@ def here(*, run: str, run_uuid: str, address: str, label: str) -> Address:
         pid=pid,
         pstart=process_start(pid) or 0,
         nonce=secrets.token_hex(8),
+        node=node,
+        attempt=attempt,
     )
 
 
 def address_path(envs_dir: Path, *, split: str, name: str, node: str) -> Path:
     """``<envs_dir>/<split>/<name>.<node>.address``."""
     return envs_dir / split / f"{name}.{node}.address"
+
+
+def inference_path(run_dir: Path, node: str) -> Path:
+    """``<run_dir>/inference/<node>.address``."""
+    return run_dir / "inference" / f"{node}.address"
 
 
 def publish(path: Path, record: Address) -> None:
@@ -92,22 +105,29 @@ def read(path: Path) -> Address | None:
 
 def find(envs_dir: Path, *, split: str, name: str) -> list[tuple[Path, Address]]:
     """Every published replica of a source, by file name; unreadable files are left out (they are another's, or half a copy)."""
+    return _records((envs_dir / split).glob(f"{name}.*.address"))
+
+
+def find_inference(run_dir: Path) -> list[tuple[Path, Address]]:
+    """The published inference servers of a job, by node."""
+    return _records((run_dir / "inference").glob("*.address"))
+
+
+def _records(paths: Iterable[Path]) -> list[tuple[Path, Address]]:
     found = []
-    for path in sorted((envs_dir / split).glob(f"{name}.*.address")):
+    for path in sorted(paths):
         try:
             record = read(path)
-        except BadRef:
+        except (BadRef, OSError):  # a shared filesystem may say ESTALE for a file that was just replaced: the next look finds it
             continue
         if record is not None:
             found.append((path, record))
     return found
 
 
-def stale(record: Address, *, run_uuid: str) -> bool:
-    """True if the record is of another run, or of a process of this machine that is gone. Of other machines nothing is known."""
-    if record.run_uuid != run_uuid:
-        return True
-    return gone(record)
+def stale(record: Address, *, run_uuid: str, attempt: str = "") -> bool:
+    """True if the record is of another run, of another start of its job, or of a process of this machine that is gone."""
+    return record.run_uuid != run_uuid or record.attempt != attempt or gone(record)
 
 
 def gone(record: Address) -> bool:

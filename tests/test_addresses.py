@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fsref.episodes import address
+from fsref import addresses as address
 from fsref.errors import BadRef
 from fsref.journal.identity import process_start
 
