@@ -16,6 +16,8 @@ from fsref.steps import RankFile, StepInfo, read_info, read_rank, step_name
 from fsref.store import Store
 
 POLL_S: Final = 0.05
+POLL_ROOT_S: Final = 1.0
+"""On a root that is no folder each look is a request: the wait between them doubles from ``POLL_S`` up to this."""
 
 
 class Prefetcher(Protocol):
@@ -103,6 +105,7 @@ class StepFeed:
         self.close()
 
     def _run_thread(self) -> None:
+        misses = 0
         while self._may_look():
             try:
                 found = self._look(self._next)
@@ -113,8 +116,10 @@ class StepFeed:
                 return
             with self._changed:
                 if found is None:
-                    self._changed.wait_for(lambda: self._stopping, POLL_S)
+                    self._changed.wait_for(lambda: self._stopping, poll_s(misses, folder=self._store.posix_path is not None))
+                    misses += 1
                     continue
+                misses = 0
                 self._ready[self._next] = found
                 self._next += 1
                 self._changed.notify_all()
@@ -151,6 +156,11 @@ class StepFeed:
         _require_arrays(rank_file, self._fields)
         self._loader.prefetch(rank_file)
         return Published(info, rank_file)
+
+
+def poll_s(misses: int, *, folder: bool) -> float:
+    """Seconds until the next look for a step that was not there ``misses`` + 1 times."""
+    return POLL_S if folder else min(POLL_ROOT_S, POLL_S * 2 ** min(misses, 16))
 
 
 def _require_arrays(rank_file: RankFile, fields: Sequence[str]) -> None:

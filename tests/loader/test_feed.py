@@ -70,6 +70,8 @@ def test_nothing_is_sought_past_the_last_step(small: SmallRun) -> None:
 class Away:
     """A store that does not answer until it does."""
 
+    posix_path = None
+
     def __init__(self, run: SmallRun) -> None:
         self._run, self.back = run, False
 
