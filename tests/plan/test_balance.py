@@ -1,5 +1,10 @@
 """Expert ids of padding rows: distinct, balanced, the same every time, whatever the split."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +12,8 @@ from hypothesis import strategies as st
 
 from fsref.errors import ConfigError
 from fsref.plan import balanced_rows, with_balanced_padding
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.payload("D6")
@@ -96,6 +103,35 @@ def test_no_id_wraps_when_a_narrow_dtype_is_padded() -> None:
     slots = np.arange(600)
     rows, _ = with_balanced_padding(np.zeros((600, 1, 1), np.uint8), slots=slots, step=0, layer_ids=[0], expert_count=512, shards=1)
     assert sorted(set(rows.ravel().tolist())) == list(range(512))
+
+
+@pytest.mark.payload("D6", "D7")
+@pytest.mark.parametrize(("experts", "shards"), [(255, 5), (256, 8), (257, 1), (512, 8)])
+def test_the_last_ids_that_a_byte_holds_are_as_balanced_as_the_others(experts: int, shards: int) -> None:
+    """What a product or sum in 8 bits would wrap at: 256 experts are stored in them, and slots are not."""
+    slots = np.arange(1 << 20, (1 << 20) + 300)
+    for stored in (np.uint8, np.uint16, np.int32):
+        rows, _ = with_balanced_padding(
+            np.zeros((300, 2, 6), stored), slots=slots, step=999_999, layer_ids=[90, 3], expert_count=experts, shards=shards
+        )
+        for layer in range(2):
+            ids = rows[:, layer].astype(np.int64)
+            assert all(len(set(row)) == 6 for row in ids.tolist())
+            for size in (1, experts // shards):
+                loads = np.bincount(ids.ravel() // size, minlength=experts // size)
+                assert loads.max() - loads.min() <= 1
+
+
+@pytest.mark.payload("D9")
+def test_another_process_makes_the_same_padding_rows() -> None:
+    code = (
+        "from fsref.plan import balanced_rows; "
+        "print(balanced_rows(range(9), step=17, layer_ids=[4, 2], top_k=3, expert_count=24, shards=4).tolist())"
+    )
+    rows = balanced_rows(range(9), step=17, layer_ids=[4, 2], top_k=3, expert_count=24, shards=4)
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+    assert done.stdout == f"{rows.tolist()}\n"
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:

@@ -1,10 +1,12 @@
 """Fields as tensors: ragged rows of one width, dtypes that collectives carry, ids that fit, and what is real."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +128,20 @@ def test_no_field_holds_a_dtype_that_collectives_cannot_carry(dtype: torch.dtype
         RaggedTensor(torch.zeros(2, dtype=torch.int32), {"ids": rows[0][:0]}, valid)
     with pytest.raises(PayloadError, match=f"routes is {name}"):
         check_carried(rows, what="routes")
+
+
+@pytest.mark.payload("B5")
+def test_collectives_carry_what_fields_hold_and_not_what_they_refuse(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.bfloat16, torch.float32):
+            check_carried(torch.zeros(2, dtype=dtype), what="it")
+            dist.broadcast(torch.zeros(2, dtype=dtype), 0)
+        for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+            with pytest.raises(RuntimeError, match="Invalid scalar type"):
+                dist.broadcast(torch.zeros(2, dtype=dtype), 0)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.payload("B2", "B5")
