@@ -82,7 +82,7 @@ class Densified:
 
     def ragged(self) -> "RaggedTensor":
         """The values as counts and columns again; what was cut is gone."""
-        return RaggedTensor(self.counts.clone(), {n: c[self.inside] for n, c in self.columns.items()}, self.valid, self.row_columns)
+        return RaggedTensor(self.counts.clone(), {n: c.masked_select(self.inside) for n, c in self.columns.items()}, self.valid, self.row_columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +188,8 @@ class _Places:
 def _dense_column(column: Tensor, inside: Tensor, places: _Places | None, fill: float) -> Tensor:
     out = torch.full(inside.shape, fill, dtype=column.dtype, device=column.device)
     if places is None:
-        out[inside] = column
-        return out
-    out[inside] = column[places.kept_N]
+        return out.masked_scatter_(inside, column)
+    out.masked_scatter_(inside, column[places.kept_N])
     out[places.rows, -1] = column[places.moved]
     return out
 

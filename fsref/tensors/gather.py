@@ -88,14 +88,21 @@ def _balanced(data: DenseTensor, slots: NDArray[np.int64], cells: PaddingCells) 
 
 def _ragged(data: RaggedTensor, index: Tensor) -> RaggedTensor:
     counts = gathered(data.counts, index)
-    offsets = data.offsets
-    ends = torch.cumsum(counts, 0)
-    # Each row's values begin at offsets[index] there and at ends - counts here: one shift per row, repeated over its values.
-    shift = offsets[index.clamp_min(0)] - (ends - counts)
-    at = torch.repeat_interleave(shift, counts) + torch.arange(int(ends[-1]) if len(ends) else 0, device=counts.device)
     return RaggedTensor(
         counts,
-        {name: gathered(column, at) for name, column in data.columns.items()},
+        _values(data, index, counts),
         gathered(data.valid, index),
         {name: gathered(row, index) for name, row in data.row_columns.items()},
     )
+
+
+def _values(data: RaggedTensor, index: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Columns of the rows ``index``, of which each has ``counts`` values."""
+    real = index[index >= 0]
+    if torch.equal(real, torch.arange(len(data.counts), device=real.device)):
+        return {name: column.clone() for name, column in data.columns.items()}  # every row in its order: padding alone moves no value
+    offsets, ends = data.offsets, torch.cumsum(counts, 0)
+    # Each row's values begin at offsets[index] there and at ends - counts here: one shift per row, repeated over its values.
+    shift = offsets[index.clamp_min(0)] - (ends - counts)
+    at = torch.repeat_interleave(shift, counts) + torch.arange(int(ends[-1]) if len(ends) else 0, device=counts.device)
+    return {name: gathered(column, at) for name, column in data.columns.items()}
