@@ -82,7 +82,8 @@ class Densified:
 
     def ragged(self) -> "RaggedTensor":
         """The values as counts and columns again; what was cut is gone."""
-        return RaggedTensor(self.counts.clone(), {n: c.masked_select(self.inside) for n, c in self.columns.items()}, self.valid, self.row_columns)
+        columns = {name: column.masked_select(self.inside) for name, column in self.columns.items()}
+        return RaggedTensor(self.counts, columns, self.valid, self.row_columns)
 
 
 @dataclass(frozen=True, eq=False)
