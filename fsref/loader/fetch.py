@@ -16,9 +16,10 @@ from typing import Final
 
 from fsref.config import StoreSection
 from fsref.errors import BadRef, StoreError, StoreUnavailable
+from fsref.nodecache import NodeCache
 from fsref.parallel import Coordinate, Parallel, StepRows
 from fsref.plan import PackedRows, SlicePlan
-from fsref.reader import Reader, failure_kind
+from fsref.reader import ReadCounters, Reader, failure_kind
 from fsref.refs import Schema, TokenRange
 from fsref.slices import SliceBuffers, fields_wanted
 from fsref.steps import MicroBatch, RankFile, step_name
@@ -82,8 +83,7 @@ class _StepFetch:
     futures: list[Future[Fetched]] = field(default_factory=list)
     ended: float = 0.0
     exposed_s: float = 0.0
-    bytes_fetched: int = 0
-    requests: int = 0
+    read: ReadCounters = field(default_factory=ReadCounters)
     conflicts: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,9 +92,17 @@ class StepFetcher:
     """Prefetches and assembles this rank's part of the micro batches of rank files. One per trainer rank; close it."""
 
     def __init__(
-        self, store: Store, schema: Schema, *, config: StoreSection, parallel: Parallel | None = None, at: Coordinate | None = None
+        self,
+        store: Store,
+        schema: Schema,
+        *,
+        config: StoreSection,
+        parallel: Parallel | None = None,
+        at: Coordinate | None = None,
+        cache: NodeCache | None = None,
     ) -> None:
-        """``parallel``, ``at``: the layout and this rank's place in it; without, all of every micro batch.
+        """``parallel``, ``at``: the layout and this rank's place in it; without, all of every micro batch. ``cache``: what the ranks of
+        this node fetch once for all of them; the caller closes it, after this.
 
         Raises ``ConfigError`` for a layout that does not fit the schema.
         """
@@ -109,7 +117,9 @@ class StepFetcher:
             retry_s=config.retry_s,
             deadline_s=config.fetch_deadline_s,
             abandon_s=config.abandon_s,
+            cache=cache,
         )
+        self._cache = cache
         self._pool = ThreadPoolExecutor(ASSEMBLERS, thread_name_prefix="fsref-assemble")
         self._budget = _Budget(config.bytes_inflight_max)
         self._steps: dict[int, _StepFetch] = {}
@@ -154,15 +164,16 @@ class StepFetcher:
             "payload/fetch_time": total,
             "payload/fetch_time_exposed": fetch.exposed_s,
             "payload/fetch_time_hidden": max(0.0, total - fetch.exposed_s),
-            "payload/bytes_fetched": float(fetch.bytes_fetched),
-            "payload/requests": float(fetch.requests),
+            "payload/bytes_fetched": float(fetch.read.bytes_fetched),
+            "payload/requests": float(fetch.read.requests),
             "payload/abandoned_threads": float(self._reader.counters.abandoned),
             "payload/conflicting_rows": float(fetch.conflicts),
         }
 
     def release(self, step: int) -> None:
-        """Forgets a step."""
-        self._steps.pop(step, None)
+        """Forgets a step, and lets the node's cache do so once every rank has."""
+        if self._steps.pop(step, None) is not None and self._cache is not None:
+            self._cache.release(step)
 
     def close(self) -> None:
         """Stops the threads; running fetches end first, those that are stuck are given up."""
@@ -208,10 +219,7 @@ class StepFetcher:
             expert_shards=self._parallel.expert_shards,
             expert_dtype="int32",
         )
-        errors = self._reader.collect(self._reader.submit(plan.read, buffers.out))
-        with fetch.lock:
-            fetch.bytes_fetched += plan.read.byte_count
-            fetch.requests += plan.read.request_count
+        errors = self._reader.collect(self._reader.submit(plan.read, buffers.out, step=fetch.rank.step, tally=fetch.read))
         if errors:
             raise errors[0]
         self._compare(fetch, micro_batch, plan)

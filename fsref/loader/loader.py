@@ -26,6 +26,7 @@ from fsref.loader.feed import Published, StepFeed
 from fsref.loader.fetch import StepFetcher
 from fsref.loader.ranks import Ranks
 from fsref.loader.standin import StandIns
+from fsref.nodecache import NodeCache
 from fsref.parallel import Coordinate, Parallel
 from fsref.plan import PackedRows
 from fsref.reaper import StepHolder
@@ -100,11 +101,7 @@ class StepLoader:
         with ExitStack() as opening:
             self._ledger = ranks.together("opening the ledger", lambda: self._holder(run, opening))
             section = config.store
-            self._fetcher = opening.enter_context(
-                ranks.together(
-                    "checking the layout", lambda: StepFetcher(store, run.schema, config=section, parallel=ranks.parallel, at=ranks.at)
-                )
-            )
+            self._fetcher = ranks.together("starting to fetch", lambda: self._open_fetcher(run, opening))
             self._committer = opening.enter_context(
                 Committer(
                     ranks, store, self._ledger, config.trainer, delete_threads=config.ledger.delete_threads, abandon_s=section.abandon_s
@@ -229,6 +226,17 @@ class StepLoader:
         holder = StepHolder(self._store, run_dir(self._config) / "ledger", run=run, label="rank0", section=self._config.ledger)
         opening.callback(holder.close)
         return holder
+
+    def _open_fetcher(self, run: RunInfo, opening: ExitStack) -> StepFetcher:
+        section, ranks, cache = self._config.store, self._ranks, None
+        if section.node_cache_bytes:
+            cache = NodeCache(
+                section.node_cache_dir, name=run.run_uuid, bytes_max=section.node_cache_bytes, wait_s=section.node_cache_wait_s
+            )
+            opening.enter_context(cache)
+        return opening.enter_context(
+            StepFetcher(self._store, run.schema, config=section, parallel=ranks.parallel, at=ranks.at, cache=cache)
+        )
 
     def _published(self, step: int) -> Published | None:
         """The step on all ranks at once, or None on all ranks if one was asked to stop."""

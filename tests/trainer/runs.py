@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -23,6 +21,7 @@ from fsref.refs import Dense, Payload, Ragged, Schema, object_name, routed_exper
 from fsref.steps import MicroBatch, RankFile, SampleSequence, StepInfo, digest, encode_rank_files, publish, sum_of
 from fsref.store import open_root
 from fsref.writer import Writer
+from tests.support.forks import fork_context, free_port
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, VOCABULARY, save_tiny_model
 
 RUN = "r-test"
@@ -209,11 +208,7 @@ def start_ranks(config: Config, fail: Mapping[int, str] | None = None, *, record
 
     ``fail``: rank to its failpoints. ``record``: a file to which each rank appends the digests of the tensors that it takes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.armed", "tests.trainer.runs", "fsref.trainer.main"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    context, port = fork_context(), free_port()
     world = config.trainer.parallel.data
     out = []
     for rank in range(world):
