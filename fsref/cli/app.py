@@ -198,9 +198,19 @@ def purge(
 def doctor(
     root: Annotated[str, typer.Option("--root", help="Root to try: folder or URL. Else the config's, else runs.", show_default=False)] = "",
     config: Annotated[str, typer.Option("--config", help="Config whose root and [store] settings to try.", show_default=False)] = "",
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes", help="Nodes of a cluster to check the shared folder from, 'gpu[01-04]'; 'all' in a job.", show_default=False
+        ),
+    ] = "",
     json: Json = False,
 ) -> None:
-    """Check this machine: root, clock, packages, limits. One line for each check, exit code 1 if one fails."""
+    """Check this machine (root, clock, packages, limits), or how each node of a cluster sees what the others write. Exit code 1 if a check
+    fails.
+    """
+    if nodes:
+        raise typer.Exit(body("fsref.cli.check", "nodes_main")(root, nodes=nodes, config=config, json=json))
     raise typer.Exit(body("fsref.cli.check")(root, config=config, json=json))
 
 
@@ -332,6 +342,15 @@ def job(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> Non
 def node(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
     """Launch what one inference node of a job runs (its step starts this with srun)."""
     raise typer.Exit(body("fsref.cli.jobs", "node_main")(config, overrides=overrides_of(ctx), verbose=verbose))
+
+
+@app.command(hidden=True)
+def view(
+    folder: Annotated[Path, typer.Option("--folder", help="The folder that all nodes share.", show_default=False)],
+    token: Annotated[str, typer.Option("--token", help="Name of this exchange.", show_default=False)],
+) -> None:
+    """Take part in `fsref doctor --nodes` on one node."""
+    raise typer.Exit(body("fsref.cli.check", "view_main")(folder, token=token))
 
 
 @app.command(cls=ConfigCommand, hidden=True)

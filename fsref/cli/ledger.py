@@ -14,6 +14,8 @@ from fsref.cli.objectserver import at_hand, without_server
 from fsref.errors import ConfigError, FsrefError
 from fsref.inspection.find import Place, find_run
 from fsref.journal import RunInfo, read_for_purge, read_run
+from fsref.pipeline.slurm import attempts
+from fsref.pipeline.slurm.commands import Slurm, SlurmAbsent
 from fsref.reaper import Audit, Purge, Verdict, audit, close_run, purge, recover
 from fsref.redact import visible
 from fsref.store import Store
@@ -30,6 +32,7 @@ def close_main(run: str, *, force_dead: Sequence[str], json: bool) -> int:
     """Removes what is left of a stopped run, then audits."""
 
     def end(place: Place, store: Store, info: RunInfo) -> Audit:
+        ask_slurm(place, store)
         with place.writable_ledger() as folder:
             return close_run(store, folder, run=info, force_dead=force_dead)
 
@@ -49,6 +52,7 @@ def recover_main(
     """Settles what dead processes held, then audits."""
 
     def settle(place: Place, store: Store, info: RunInfo) -> Audit:
+        ask_slurm(place, store)
         with place.writable_ledger() as folder:
             recover(
                 store,
@@ -63,6 +67,19 @@ def recover_main(
         return _audit(place, store, info)
 
     return _judged(run, settle, json=json)
+
+
+def ask_slurm(place: Place, store: Store) -> None:
+    """Of a run that ran in jobs: what they left open is declared dead if Slurm says that all of them are over.
+
+    Raises ``RunBusy`` while one goes on. Where there is no Slurm to ask nothing is declared, and a process on another node counts as alive.
+    """
+    if place.run_dir is None or not attempts.folder(place.run_dir).is_dir():
+        return
+    try:
+        attempts.declare_ended(store, place.run_dir, Slurm(), say=lambda text: sys.stderr.write(f"{text}\n"))
+    except SlurmAbsent:
+        sys.stderr.write("this run ran in Slurm jobs, and this machine has no Slurm commands to ask whether they are over\n")
 
 
 def purge_main(run: str, *, run_dir: bool, json: bool) -> int:

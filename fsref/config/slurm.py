@@ -95,5 +95,8 @@ class SlurmSection(Section, frozen=True, kw_only=True):
     interface: Line = ""
     """Network interface whose address inference and env servers listen on, for example ``ib0``; empty: the address that Slurm knows the
     node by."""
+    check_nodes: bool = True
+    """Before the roles start, every node shows that it sees the run's folder as the others do (``fsref doctor --nodes``). Not in a
+    heterogeneous job."""
     settle_s: Positive = 60.0
     """How long the job waits for Slurm to say that a step of it has ended everywhere."""

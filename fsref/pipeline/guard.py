@@ -105,7 +105,7 @@ def watch(source: int) -> tuple[set[int], set[int], bool]:
 def main(argv: list[str]) -> int:
     """Waits for the launcher's end, then sweeps."""
     mark, grace_s = argv[1], float(argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # only the launcher's end ends the guard
     sessions, servers, done = watch(sys.stdin.fileno())
     if done:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,21 @@ class Command:
     """What asks it to end."""
     reports: tuple[Path, ...] = ()
     """Logs of what it starts elsewhere, which say more than its own about why it ended."""
+
+
+@contextlib.contextmanager
+def shielded(stop_signal: int = signal.SIGTERM) -> Iterator[None]:
+    """What is started in this block never gets SIGUSR1, unless it is its own stop signal. srun hands the signal to every process of a task
+    at once; the launcher among them tells its children itself, in its order.
+    """
+    if stop_signal == signal.SIGUSR1:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -133,7 +148,7 @@ class Family:
         """Starts a command in a new session; its log's folder is made. Raises ``RoleFailed`` if that cannot be done."""
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
-            with command.log.open("ab") as log:
+            with command.log.open("ab") as log, shielded(command.stop_signal):
                 log_start = log.tell()
                 process = subprocess.Popen(
                     command.argv,

@@ -194,6 +194,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Handles every process that has ended since the last look; of several failures the one that explains itself is raised."""
+        self.signals.check()  # the same signal may have reached the children: their end is no failure then
         failures = []
         for r in [r for r in self._running if r.child.ended()]:
             self._running.remove(r)

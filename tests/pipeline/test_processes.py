@@ -200,3 +200,19 @@ def test_output_and_errors_go_to_the_log(script: Script, until: Until) -> None:
         err
         """)
     assert child.log_start == len("earlier\n")
+
+
+def test_a_signal_for_the_whole_task_reaches_the_launcher_alone(script: Script, until: Callable[[Callable[[], bool]], None]) -> None:
+    """As srun sends SIGUSR1 to every process of a task."""
+    source = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("up", flush=True)
+        while True: time.sleep(60)
+    """
+    with Family(grace_s=5.0) as family:
+        child = family.start(script(source))
+        until(lambda: "up" in child.command.log.read_text())
+        os.kill(child.pid, signal.SIGUSR1)
+        assert family.stop([child], grace_s=30.0) == {"role": 0}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

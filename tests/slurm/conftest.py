@@ -98,6 +98,10 @@ class Job:
         records = [json.loads(line) for line in lines]
         return {r["step"] for r in records if r["role"] == "trainer" and "mismatch_kl/mean" in r}
 
+    def addresses(self) -> list[dict[str, str]]:
+        """Records of the replicas that are published now."""
+        return [json.loads(p.read_text()) for p in sorted((self.folder / "envs").glob("*/*.address"))]
+
     def processes(self) -> list[str]:
         """Command lines of live processes, on any node, that work on this run."""
         found = []

@@ -59,7 +59,7 @@ def attempts(run_dir: Path) -> list[Allocation]:
 
 
 def declare_ended(
-    store: Store, run_dir: Path, slurm: Slurm, *, current: Allocation | None = None, say: Callable[[str], None] | None = None
+    store: Store, run_dir: Path, slurm: Slurm, *, current: Allocation | None = None, say: Callable[[str], object] | None = None
 ) -> list[str]:
     """Writes ``.dead`` for what earlier starts of the run left open, all of which must be over; returns the incarnations.
 

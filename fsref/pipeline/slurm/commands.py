@@ -91,6 +91,16 @@ class Slurm:
         """SIGKILL to every process of it; one that has ended by now is no error."""
         self._run("scancel", "--signal=KILL", step)
 
+    def on_nodes(self, argv: Sequence[str], *, nodes: str, count: int, inside: bool, timeout_s: float) -> str:
+        """Runs a command once on each node, in a step of the job around it (``inside``) or in an allocation of its own; its stdout.
+
+        ``nodes``: a node list, or empty for any ``count`` nodes. Raises ``RoleFailed`` with what it said.
+        """
+        options = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--job-name=fsref-doctor"]
+        options += [f"--nodelist={nodes}"] if nodes else []
+        options += ["--overlap"] if inside else []
+        return self._checked(self._run("srun", *options, *argv, timeout_s=timeout_s))
+
     def requeue(self, job: str) -> None:
         """The job is ended here and starts again when there is room."""
         self._ask("scontrol", "requeue", job)
@@ -103,12 +113,12 @@ class Slurm:
             raise RoleFailed(f"{' '.join(done.args)} failed: {' '.join(done.stderr.split())[:400] or f'exit code {done.returncode}'}")
         return done.stdout
 
-    def _run(self, *argv: str) -> "subprocess.CompletedProcess[str]":
+    def _run(self, *argv: str, timeout_s: float = ANSWER_S) -> "subprocess.CompletedProcess[str]":
         try:
-            return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ANSWER_S, stdin=subprocess.DEVNULL)
+            return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s, stdin=subprocess.DEVNULL)
         except FileNotFoundError as e:
             raise SlurmAbsent(
                 f"the program {argv[0]} is not here: submit from a login node of the cluster, or drop the [slurm] table"
             ) from e
         except subprocess.TimeoutExpired as e:
-            raise RoleFailed(f"{' '.join(argv)} did not answer within {ANSWER_S:g} s: is the controller up (scontrol ping)?") from e
+            raise RoleFailed(f"{' '.join(argv)} did not answer within {timeout_s:g} s: is the controller up (scontrol ping)?") from e

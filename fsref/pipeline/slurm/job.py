@@ -28,6 +28,7 @@ from fsref.pipeline.slurm.attempts import declare_dead, declare_ended, write_att
 from fsref.pipeline.slurm.commands import Slurm
 from fsref.pipeline.slurm.plan import section
 from fsref.pipeline.slurm.steps import JOURNALS, NAMES, steps
+from fsref.pipeline.slurm.views import look
 from fsref.pipeline.supervise import answers
 from fsref.store import open_root
 
@@ -83,11 +84,28 @@ def _serves(config: Config, address: str) -> bool:
 def _before(allocation: Allocation, slurm: Slurm, config: Config, say: Callable[[str], None]) -> None:
     """Under the run's lock, before anything is settled: the processes of earlier starts are declared dead, this start is recorded."""
     run_dir = Path(config.run.run_dir)
+    if section(config).check_nodes and not allocation.heterogeneous:
+        _check_nodes(run_dir, slurm, say)
     with open_root(config.run.root, run=config.run.id, settings=config.store) as store:
         declare_ended(store, run_dir, slurm, current=allocation, say=say)
     for stale in (run_dir / "inference").glob("*.address"):
         stale.unlink(missing_ok=True)
     write_attempt(run_dir, allocation)
+
+
+def _check_nodes(run_dir: Path, slurm: Slurm, say: Callable[[str], None]) -> None:
+    """A node that does not see the run's folder as the others do would fail the run later, and less clearly."""
+    views, missing = look(run_dir, "all", slurm, os.environ)
+    for view in views:
+        if view.failure:
+            raise RoleFailed(f"node {view.node}: {view.failure}")
+    if missing:
+        raise RoleFailed(
+            f"{missing} of the job's nodes do not see {run_dir}: the run's folder must lie on a filesystem that all nodes share"
+        )
+    lag_s = max((v.lag_s for v in views if v.lag_s is not None), default=0.0)
+    spread_s = max((abs(v.clock_s) for v in views if v.clock_s is not None), default=0.0)
+    say(f"{len(views)} nodes see each other's files within {lag_s * 1000:.0f} ms, their clocks are within {spread_s:.2f} s")
 
 
 def _ended(allocation: Allocation, slurm: Slurm, config: Config, role: RoleCommand, child: Child) -> None:

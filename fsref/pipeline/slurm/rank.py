@@ -18,6 +18,7 @@ from fsref.addresses import here, publish, read
 from fsref.config import Config
 from fsref.errors import RoleFailed
 from fsref.journal import RunInfo, read_run
+from fsref.pipeline.processes import shielded
 from fsref.pipeline.slurm.attempts import read_attempt
 from fsref.pipeline.slurm.node import free_port
 from fsref.pipeline.slurm.plan import section
@@ -106,7 +107,8 @@ def torchrun(config: Config, task: Task, host: str, port: int, common: Sequence[
 def under_torchrun(argv: Sequence[str]) -> int:
     """Runs it; asked to end (SIGUSR1, SIGTERM) it is sent SIGTERM, which it hands to its ranks, and whatever it says then is a good end."""
     asked = False
-    process = subprocess.Popen(argv)
+    with shielded():  # srun hands SIGUSR1 to all of them, and torchrun would die of it
+        process = subprocess.Popen(argv)
 
     def stop(number: int, frame: object) -> None:
         nonlocal asked
