@@ -1,6 +1,6 @@
 """``kill -9`` at random instants of the real pipeline, role by role, and the proof that nothing was lost, leaked or left behind.
 
-    python -m tools.kills --count 50 --seed 1 --out kills.jsonl
+    python -m tools.kills --count 50 --seed 1 --out docs/results/kills.jsonl    # goes on where the file ends, then writes its section
 
 Each case runs ``fsref run`` on a small config with the demo engine, kills one role (or everything at once) when the run's journals have
 grown to a random share of what a whole run writes, waits for the end, and then, by the seed, starts the same command again or runs ``fsref
@@ -32,11 +32,13 @@ from typing import Any, Final
 
 from fsref import folders
 from fsref.ledger.records import Open, StepRecord, decode_line, line_ok
+from tools.results import replace_section
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 STEPS: Final = 5
 DEADLINE_S: Final = 420.0
 """A launch that takes longer hangs: a failed case."""
+RECORD: Final = ROOT / "docs" / "results" / "kills.jsonl"
 POLL_S: Final = 0.02
 MARK: Final = "FSREF_KILLS"
 OPTIONS: Final = (
@@ -54,6 +56,15 @@ OPTIONS: Final = (
     "--ledger.adopt_drain_s=0.5",
     "--launcher.stop_s=15",
 )
+WORDS: Final = """\
+`python -m tools.kills --count {count} --seed {seed} --out {out}` (resumable; victim, instant and what came of
+each case are in the file, the seed repeats them). Each case starts the real pipeline, kills one role or everything with `kill -9` at a
+random share of the run's progress, and then starts the same command again or runs `fsref recover` and `fsref close`.
+
+**{count} cases, {proved} PROVED**, nothing under `obj/`, no process left. {alone} runs went on by themselves, {again} when they were
+started again; both trained every step exactly once from the newest checkpoint on. The others were recovered and closed.
+By victim: {victims}.
+"""
 SURVIVED: Final = ("env worker", "env broker")
 VICTIMS: Final = ("inference", "env worker", "env broker", "orchestrator", "trainer rank 0", "trainer rank 1", "launcher", "everything")
 
@@ -348,9 +359,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder)
         else:
             print(f"  {record['problems']}; its folder stays: {folder}", flush=True)
+    if args.out.resolve() == RECORD:
+        write_results(records, seed=args.seed)
     failed = [r for r in records if not r["ok"]]
     print(f"{len(records)} cases, {len(failed)} failed; by victim: {dict(Counter(r['victim'] for r in records))}")
     return 1 if failed else 0
+
+
+def write_results(records: Sequence[dict[str, Any]], *, seed: int) -> None:
+    """Its section of docs/results.md."""
+    good = [r for r in records if r["ok"]]
+    victims = sorted(Counter(r["victim"] for r in records).items())
+    text = WORDS.format(
+        count=len(records),
+        seed=seed,
+        out=RECORD.relative_to(ROOT),
+        proved=sum(r["verdict"] == "PROVED" for r in good),
+        alone=sum(r["launcher"] == 0 for r in good),
+        again=sum(r["launcher"] != 0 and r["then"] == "relaunch" for r in good),
+        victims=", ".join(f"{name} {number}" for name, number in victims),
+    )
+    replace_section("Killed at random instants", text.splitlines())
 
 
 def append(out: Path, record: dict[str, Any]) -> None:
