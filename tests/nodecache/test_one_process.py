@@ -10,23 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from fsref.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from fsref.nodecache import NodeCache, Span
 from fsref.nodecache.shared import SharedFile, remove_leftovers
+from tests.nodecache.contents import content
 
 OBJECT = "env.test.0123456789abcdef/7"
 DEADLINE_S = 60.0
-
-
-def content(object_id: str, offset: int, size: int) -> NDArray[np.uint8]:
-    """What the store has there."""
-    seed = np.frombuffer(object_id.encode(), np.uint8).sum(dtype=np.uint64)
-    out: NDArray[np.uint8] = ((np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(2654435761) + seed) >> np.uint64(7)).astype(
-        np.uint8
-    )
-    return out
 
 
 class Gate:

@@ -59,3 +59,17 @@ def test_a_stuck_thread_is_replaced_up_to_a_limit_and_what_it_says_later_is_not_
         assert isinstance(future.exception(30), StoreUnavailable)
     pool.submit(lambda: None).result(30)  # the last one came back and goes on
     assert pool.close(deadline_s=30) == 0
+
+
+def test_work_of_lower_priority_numbers_goes_first_and_equals_keep_their_order() -> None:
+    pool = Threads(1, name="x")
+    begun, go = threading.Event(), threading.Event()
+    order: list[tuple[int, int]] = []
+    futures = [pool.submit(lambda: (begun.set(), go.wait(30)))]  # type: ignore[arg-type, func-returns-value]
+    assert begun.wait(30)
+    for number, priority in enumerate([2, 1, 2, 0, 1, 0]):
+        futures.append(pool.submit(lambda p=priority, n=number: order.append((p, n)), priority=priority))  # type: ignore[misc]
+    go.set()
+    wait(futures, 30)
+    assert order == [(0, 3), (0, 5), (1, 1), (1, 4), (2, 0), (2, 2)]
+    assert pool.close(deadline_s=30) == 0
