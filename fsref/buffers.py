@@ -1,37 +1,39 @@
-"""Memory for arrays that is made once and used again: blocks by size, lent out through leases, one lease for a step's arrays.
+"""Memory for arrays that is made once and used again: a block comes back when nothing refers to it any more.
 
-Owns which block is whose. A lease hands out writable arrays and takes all of them back at once when it is released; nothing is taken
-back before, so an array of a lease that nobody releases is simply memory that the garbage collector frees. Refuses to know what stands in a
-block, torch and CUDA: where pinned memory is wanted, ``allocate`` makes it.
+Owns which block is whose. ``BufferPool.empty`` makes arrays as ``np.empty`` does. When the last array, view or tensor over an array's
+memory is gone, its block is lent again; so nobody has to give anything back, memory that somebody still holds is never written to, and a
+fetch that cannot be stopped keeps what it may still write to for itself. What uses memory without referring to it, as a copy to a device
+that is under way does, has to be waited for before the last reference goes. Refuses to know what stands in a block, and torch: where
+pinned memory is wanted, ``allocate`` makes it.
 
-After ``release`` another step may write where an array points to. A pool with ``poison`` fills what comes back with 0xFF bytes (-1,
-255, NaN), so that a use after the release is seen.
+Fresh memory costs a page fault for every 4 KiB of it, which takes as long as decoding into it.
 """
 
 import math
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fsref.errors import PayloadError
-
 Allocate = Callable[[int], NDArray[np.uint8]]
 """Makes a block: uint8 [n], writable, aligned for every dtype."""
 Empty = Callable[[Sequence[int], DTypeLike], NDArray[Any]]
-"""Makes a writable C-contiguous array of a shape and dtype with anything in it: ``np.empty``, or ``Lease.empty``."""
-BLOCK_BYTES_MIN: Final = 4096
+"""Makes a writable C-contiguous array of a shape and dtype with anything in it: ``np.empty``, or ``BufferPool.empty``."""
+PAGE: Final = 4096
+BLOCK_BYTES_MIN: Final = 64 << 10
+"""Smaller arrays are ordinary ones: the allocator of the language reuses such memory by itself."""
 _POISON: Final = 0xFF
 
 
 def pageable(byte_count: int) -> NDArray[np.uint8]:
     """A block of ordinary memory, at a page's start."""
-    block = np.empty(byte_count + BLOCK_BYTES_MIN, np.uint8)
-    start = -block.ctypes.data % BLOCK_BYTES_MIN
+    block = np.empty(byte_count + PAGE, np.uint8)
+    start = -block.ctypes.data % PAGE
     return block[start : start + byte_count]
 
 
@@ -42,146 +44,90 @@ class BufferCounters:
     blocks_made: int = 0
     blocks_reused: int = 0
     bytes_lent: int = 0
-    """In leases that were not released."""
+    """Of blocks that somebody refers to, as of the last request."""
     bytes_idle: int = 0
-    """Kept for the next lease."""
+    """Of blocks that wait for the next request."""
     bytes_lent_peak: int = 0
 
 
-class BufferPool:
-    """Blocks that come back when a lease is released. Thread-safe."""
+class _Loan:
+    """What an array of a block refers to; its end gives the block back."""
 
-    def __init__(self, *, bytes_idle_max: int, allocate: Allocate = pageable, poison: bool = False) -> None:
-        """``bytes_idle_max``: idle blocks beyond it are given back to the system; 0 keeps none."""
+    def __init__(self, block: NDArray[np.uint8], size: int) -> None:
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (block.ctypes.data, False)}
+
+
+class BufferPool:
+    """Blocks that are lent to arrays. Thread-safe. Holds at most as much as was lent at one time, rounded up to blocks."""
+
+    def __init__(self, *, allocate: Allocate = pageable, poison: bool = False) -> None:
+        """``poison``: fills what comes back with 0xFF bytes (-1, 255, NaN), so that a use of memory that nobody refers to is seen."""
         self._allocate, self._poison = allocate, poison
-        self._bytes_idle_max = bytes_idle_max
         self._lock = threading.Lock()
         self._idle: dict[int, list[NDArray[np.uint8]]] = {}
+        # The end of a loan can come at any moment, also inside this class: it must not need the lock.
+        self._returned: deque[NDArray[np.uint8]] = deque()
         self.counters = BufferCounters()
 
-    def lease(self) -> "Lease":
-        """A new, empty lease."""
-        return Lease(self)
-
-    def take(self, byte_count: int) -> NDArray[np.uint8]:
-        """For leases: a block of at least ``byte_count`` bytes."""
-        size = block_bytes(byte_count)
-        with self._lock:
-            counters, stack = self.counters, self._idle.get(size)
-            block = stack.pop() if stack else None
-            if block is None:
-                counters.blocks_made += 1
-            else:
-                counters.blocks_reused += 1
-                counters.bytes_idle -= size
-            counters.bytes_lent += size
-            counters.bytes_lent_peak = max(counters.bytes_lent_peak, counters.bytes_lent)
-        if block is not None:
-            return block
-        try:
-            return self._allocate(size)
-        except BaseException:
-            with self._lock:
-                self.counters.bytes_lent -= size
-            raise
-
-    def give_back(self, blocks: Sequence[NDArray[np.uint8]]) -> None:
-        """For leases: blocks that nobody uses any more."""
-        if self._poison:
-            for block in blocks:
-                block.fill(_POISON)
-        with self._lock:
-            for block in blocks:
-                self.counters.bytes_lent -= len(block)
-                if self.counters.bytes_idle + len(block) <= self._bytes_idle_max:
-                    self.counters.bytes_idle += len(block)
-                    self._idle.setdefault(len(block), []).append(block)
-
-    def forget(self, blocks: Sequence[NDArray[np.uint8]]) -> None:
-        """For leases: blocks that must never be lent again."""
-        with self._lock:
-            self.counters.bytes_lent -= sum(len(b) for b in blocks)
+    def empty(self, shape: Sequence[int], dtype: DTypeLike, /) -> NDArray[Any]:
+        """A writable C-contiguous array with anything in it. Arrays below ``BLOCK_BYTES_MIN`` bytes are not of the pool."""
+        kind, dims = np.dtype(dtype), tuple(shape)
+        size = math.prod(dims) * kind.itemsize
+        if size < BLOCK_BYTES_MIN:
+            return np.empty(dims, kind)
+        block = self._block(block_bytes(size))
+        loan = _Loan(block, size)
+        weakref.finalize(loan, self._returned.append, block).atexit = False
+        return np.asarray(loan).view(kind).reshape(dims)
 
     def trim(self) -> None:
         """Gives all idle blocks back to the system."""
         with self._lock:
+            self._collect()
             self._idle.clear()
             self.counters.bytes_idle = 0
 
-
-class Lease:
-    """The arrays of one user, usually of one step. Thread-safe; a context manager that releases."""
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._blocks: list[NDArray[np.uint8]] = []
-        self._before: list[Callable[[], None]] = []
-        self._over = False
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of its blocks."""
+    def _block(self, size: int) -> NDArray[np.uint8]:
         with self._lock:
-            return sum(len(b) for b in self._blocks)
+            self._collect()
+            counters, stack = self.counters, self._idle.get(size)
+            if stack:
+                block = stack.pop()
+                counters.blocks_reused += 1
+                counters.bytes_idle -= size
+            else:
+                self._drop_idle(size)
+                block = self._allocate(size)
+                counters.blocks_made += 1
+            counters.bytes_lent += size
+            counters.bytes_lent_peak = max(counters.bytes_lent_peak, counters.bytes_lent)
+            return block
 
-    def empty(self, shape: Sequence[int], dtype: DTypeLike, /) -> NDArray[Any]:
-        """A writable C-contiguous array with anything in it, valid until ``release``. Raises ``PayloadError`` after that."""
-        kind = np.dtype(dtype)
-        dims = tuple(shape)
-        size = math.prod(dims) * kind.itemsize
-        if size == 0:
-            return np.empty(dims, kind)
-        block = self._pool.take(size)
-        with self._lock:
-            if not self._over:
-                self._blocks.append(block)
-                return block[:size].view(kind).reshape(dims)
-        self._pool.give_back([block])
-        raise PayloadError(f"an array of {size} bytes was asked of a lease that was released: take a new lease for each step")
+    def _collect(self) -> None:
+        """Takes back what has come back."""
+        while self._returned:
+            block = self._returned.popleft()
+            if self._poison:
+                block.fill(_POISON)
+            self.counters.bytes_lent -= len(block)
+            self.counters.bytes_idle += len(block)
+            self._idle.setdefault(len(block), []).append(block)
 
-    def zeros(self, shape: Sequence[int], dtype: DTypeLike, /) -> NDArray[Any]:
-        """``empty``, filled with zeros."""
-        out = self.empty(shape, dtype)
-        out[...] = 0
-        return out
-
-    def before_release(self, call: Callable[[], None]) -> None:
-        """``release`` calls it first: for a copy to a device that still reads the arrays (``event.synchronize``)."""
-        with self._lock:
-            self._before.append(call)
-
-    def abandon(self) -> None:
-        """Ends the lease without giving a block back: something that cannot be stopped may still write to them."""
-        blocks, _ = self._end()
-        self._pool.forget(blocks)
-
-    def release(self) -> None:
-        """Gives every array back; none of them may be used any more. Idempotent."""
-        blocks, before = self._end()
-        for call in before:
-            call()
-        self._pool.give_back(blocks)
-
-    def _end(self) -> tuple[list[NDArray[np.uint8]], list[Callable[[], None]]]:
-        with self._lock:
-            self._over = True
-            blocks, before = self._blocks, self._before
-            self._blocks, self._before = [], []
-        return blocks, before
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+    def _drop_idle(self, size: int) -> None:
+        """A new block takes the place of idle ones, the largest first, so that sizes that nobody asks for again do not stay."""
+        for other in sorted(self._idle, reverse=True):
+            stack = self._idle[other]
+            while stack and size > 0:
+                stack.pop()
+                self.counters.bytes_idle -= other
+                size -= other
 
 
 def block_bytes(byte_count: int) -> int:
-    """The size of the block that serves ``byte_count``: steps of an eighth of its power of two, so that steps of like size share blocks
+    """The size of the block that serves ``byte_count``: steps of an eighth of its power of two, so that arrays of like size share blocks
     and at most a seventh of a block is left over.
     """
     if byte_count <= BLOCK_BYTES_MIN:
         return BLOCK_BYTES_MIN
-    step = max(BLOCK_BYTES_MIN, 1 << ((byte_count - 1).bit_length() - 4))
+    step = max(PAGE, 1 << ((byte_count - 1).bit_length() - 4))
     return -(-byte_count // step) * step

@@ -53,8 +53,8 @@ class SliceBuffers:
         expert_dtype: ExpertDtype = "stored",
         empty: Empty = np.empty,
     ) -> None:
-        """``step`` and ``expert_shards``: as in ``balanced_rows``. ``empty`` makes the buffers, as ``Lease.empty`` does; the arrays of the
-        slice are then valid until the lease is released.
+        """``step`` and ``expert_shards``: as in ``balanced_rows``. ``empty`` makes the buffers: ``BufferPool.empty`` where memory is to be
+        used again.
         """
         self._plan, self._schema, self._empty = plan, schema, empty
         self._step, self._shards = step, expert_shards

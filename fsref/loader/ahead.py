@@ -134,14 +134,18 @@ class Ahead(Generic[U]):
 
     def _work(self) -> None:
         while (queued := self._next()) is not None:
-            try:
-                result = queued.job.finish()
-            except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
-                self._ended(queued, failed=True)
-                queued.future.set_exception(e)
-            else:
-                self._ended(queued, failed=False)
-                queued.future.set_result(result)
+            self._finish(queued)
+            del queued  # its result must not wait for the next job
+
+    def _finish(self, queued: _Queued[U]) -> None:
+        try:
+            result = queued.job.finish()
+        except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
+            self._ended(queued, failed=True)
+            queued.future.set_exception(e)
+        else:
+            self._ended(queued, failed=False)
+            queued.future.set_result(result)
 
     def _next(self) -> _Queued[U] | None:
         """The next job, started; None: stop. One thread at a time prepares and starts, so that jobs start in order."""

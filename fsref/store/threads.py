@@ -33,16 +33,19 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         while not self.abandoned and (work := self.pool.take()) is not None:
-            future, call = work
-            if not self.pool.begin(self, future):
-                continue
-            try:
-                call()
-            except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
-                settle(future, e)
-            else:
-                settle(future, None)
-            self.pool.end(self)
+            self._do(*work)
+            del work  # whatever it refers to must not wait for the next work
+
+    def _do(self, future: Future[None], call: Callable[[], None]) -> None:
+        if not self.pool.begin(self, future):
+            return
+        try:
+            call()
+        except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
+            settle(future, e)
+        else:
+            settle(future, None)
+        self.pool.end(self)
 
 
 class Threads:

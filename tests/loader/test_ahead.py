@@ -1,6 +1,7 @@
 """Work of steps ahead, with jobs that do only what the test lets them: order, room, clocks."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Literal
@@ -214,3 +215,25 @@ def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(begin: Begin,
     ahead.close()
     assert futures[0].result(0) == "1.0"
     assert futures[1].cancelled()
+
+
+def test_a_result_is_kept_by_its_future_alone(begin: Begin) -> None:
+    class Made(str): ...
+
+    class Maker:
+        def prepare(self) -> int:
+            return 1
+
+        def start(self) -> None: ...
+
+        def finish(self) -> str:
+            made = Made("x")
+            weakref.finalize(made, gone.set)
+            return made
+
+    gone = threading.Event()
+    futures = begin().add(1, [Maker()])
+    assert results(futures) == ["x"]
+    assert not gone.is_set()
+    del futures
+    assert gone.wait(DEADLINE_S)

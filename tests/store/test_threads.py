@@ -1,6 +1,7 @@
 """Threads that may hang: bounded, replaced, and never waited for without a deadline."""
 
 import threading
+import weakref
 from concurrent.futures import wait
 
 import pytest
@@ -72,4 +73,18 @@ def test_work_of_lower_priority_numbers_goes_first_and_equals_keep_their_order()
     go.set()
     wait(futures, 30)
     assert order == [(0, 3), (0, 5), (1, 1), (1, 4), (2, 0), (2, 2)]
+    assert pool.close(deadline_s=30) == 0
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_work() -> None:
+    class Memory:
+        def __call__(self) -> None: ...
+
+    pool = Threads(1, name="x")
+    memory = Memory()
+    gone = threading.Event()
+    weakref.finalize(memory, gone.set)
+    wait([pool.submit(memory)], 30)
+    del memory
+    assert gone.wait(30)
     assert pool.close(deadline_s=30) == 0
