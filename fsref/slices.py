@@ -6,12 +6,13 @@ ids in padding (``fsref.plan.balance``), zeros and empty rows of other fields th
 Shape letters: R rows of the rank, N values of a ragged field.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from fsref.buffers import Empty
 from fsref.plan import SlicePlan, Source, plan_slice, with_balanced_padding
@@ -65,16 +66,6 @@ class SliceBuffers:
         """Where the plan's reads go, for ``Reader.submit`` or ``Reader.read_into``."""
         return self._out
 
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all buffers."""
-        return sum(
-            o.rows.nbytes
-            if isinstance(o, DenseOut)
-            else o.counts.nbytes + sum(c.nbytes for c in (*o.columns.values(), *o.row_columns.values()))
-            for o in self._out.values()
-        )
-
     def finish(self) -> RankSlice:
         """The arrays. Call once, after the plan ran without an error."""
         plan = self._plan
@@ -114,6 +105,18 @@ class SliceBuffers:
             count = len(read.rows) if read.copies == 1 else read.copies
             written[read.out_start : read.out_start + count] = True
         return written
+
+
+def buffer_bytes(plan: SlicePlan, schema: Schema, *, expert_dtype: ExpertDtype = "stored") -> int:
+    """Bytes of the buffers that ``SliceBuffers`` would make for a plan."""
+    made: list[int] = []
+
+    def counted(shape: Sequence[int], dtype: DTypeLike, /) -> NDArray[Any]:
+        made.append(math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.empty(0, dtype)
+
+    SliceBuffers(plan, schema, step=0, expert_shards=1, expert_dtype=expert_dtype, empty=counted)
+    return sum(made)
 
 
 def fields_wanted(sequence: SampleSequence, schema: Schema) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Owns order, room and clocks. Refuses to know what the work is: a job says how ma
 
 - **Order.** Jobs are prepared and started one after the other, by step and number. So reads of step n + 1 are never in front of reads of
   step n, whatever came first and however long a job took to plan.
-- **Room.** A started job of a step that nobody has asked for yet counts with the bytes that it holds, until its step is wanted or released.
+- **Room.** A started job of a step that nobody has asked for yet counts with the bytes that it needs, until its step is wanted or released.
   A wanted step is what trains: it is not held back and not counted. So a rank holds the arrays of the steps that it took, and at most
   ``bytes_max`` beside; a single larger job is started when nothing else is ahead.
 - **Clocks.** A step's time is the time in which at least one of its jobs was under way, waits for room and for other steps left out.
@@ -16,17 +16,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
 
+class Room(NamedTuple):
+    """Bytes that a job needs."""
+
+    held: int
+    """From its start until its result is dropped: arrays."""
+    passing: int
+    """While it is under way only: what is fetched and not yet unpacked."""
+
+
 class Job(Protocol[T_co]):
     """Fetching one micro batch."""
 
-    def prepare(self) -> int:
-        """Plans; returns the bytes that the job holds from ``start`` until its result is dropped."""
+    def prepare(self) -> Room:
+        """Plans; returns what the job will need."""
 
     def start(self) -> None:
         """Starts the reads and returns at once."""
@@ -41,8 +50,8 @@ class _Queued(Generic[U]):
     number: int
     job: Job[U] = field(compare=False)
     future: Future[U] = field(compare=False)
-    size: int | None = field(compare=False, default=None)
-    """Bytes that it will hold; None until it was prepared."""
+    room: Room | None = field(compare=False, default=None)
+    """None until it was prepared."""
 
 
 @dataclass
@@ -172,25 +181,25 @@ class Ahead(Generic[U]):
                 if self._closed:
                     return None
                 first = self._queue[0]
-                if first.size is not None:
+                if first.room is not None:
                     heapq.heappop(self._queue)
                     if first.future.set_running_or_notify_cancel():
                         self._hold(first)
                         return first
                     continue
-            size = self._prepared(first)
+            room = self._prepared(first)
             with self._changed:
-                first.size = size
+                first.room = room
 
     def _may_go_on(self) -> bool:
         if not self._queue:
             return False
         first = self._queue[0]
-        if first.size is None or self._steps[first.step].wanted:
+        if first.room is None or self._steps[first.step].wanted:
             return True
-        return self.bytes_ahead == 0 or self.bytes_ahead + first.size <= self._bytes_max
+        return self.bytes_ahead == 0 or self.bytes_ahead + sum(first.room) <= self._bytes_max
 
-    def _prepared(self, queued: _Queued[U]) -> int:
+    def _prepared(self, queued: _Queued[U]) -> Room:
         try:
             return queued.job.prepare()
         except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
@@ -199,7 +208,7 @@ class Ahead(Generic[U]):
                     self._queue.remove(queued)
                     heapq.heapify(self._queue)
             _fail(queued.future, e)
-            return 0
+            return Room(0, 0)
 
     def _started(self, queued: _Queued[U]) -> bool:
         try:
@@ -212,30 +221,31 @@ class Ahead(Generic[U]):
 
     def _hold(self, queued: _Queued[U]) -> None:
         """Under the lock."""
-        assert queued.size is not None
+        assert queued.room is not None
         held = self._steps[queued.step]
-        held.bytes_held += queued.size
-        if not held.wanted:
-            self.bytes_ahead += queued.size
-            self.bytes_ahead_peak = max(self.bytes_ahead_peak, self.bytes_ahead)
+        self._charge(held, sum(queued.room))
         if held.clock.active == 0:
             held.clock.since = self._now()
         held.clock.active += 1
 
+    def _charge(self, step: _Step, more: int) -> None:
+        """Under the lock."""
+        step.bytes_held += more
+        if not step.wanted:
+            self.bytes_ahead += more
+            self.bytes_ahead_peak = max(self.bytes_ahead_peak, self.bytes_ahead)
+            self._changed.notify_all()
+
     def _ended(self, queued: _Queued[U], *, failed: bool) -> None:
-        assert queued.size is not None
+        assert queued.room is not None
         with self._changed:
-            held = self._steps.get(queued.step)
-            if held is None:
+            step = self._steps.get(queued.step)
+            if step is None:
                 return  # released meanwhile
-            held.clock.active -= 1
-            if held.clock.active == 0:
-                held.clock.spent_s += self._now() - held.clock.since
-            if failed:
-                held.bytes_held -= queued.size
-                if not held.wanted:
-                    self.bytes_ahead -= queued.size
-                    self._changed.notify_all()
+            step.clock.active -= 1
+            if step.clock.active == 0:
+                step.clock.spent_s += self._now() - step.clock.since
+            self._charge(step, -queued.room.passing - failed * queued.room.held)
 
 
 def _fail(future: "Future[U]", error: Exception) -> None:

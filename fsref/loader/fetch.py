@@ -1,32 +1,35 @@
 """Fetches a rank's part of a step's micro batches ahead of the step, and hands out packed tensors.
 
-Owns the order of fetches, the byte budget, the deadline and the times that metrics report. A rank reads its rows of its layers of its
-fields (``fsref.parallel``); a data parallel rank reads all of its micro batches. Refuses the decision what a failed fetch means: that is
-agreed between ranks (``agreement``).
+Owns the deadline, the memory of the arrays and the times that metrics report; order and room are those of ``ahead``. A rank reads its rows
+of its layers of its fields (``fsref.parallel``); a data parallel rank reads all of its micro batches. Refuses the decision what a failed
+fetch means: that is agreed between ranks (``agreement``).
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Final
 
+from fsref.buffers import Allocate, BufferPool, pageable
 from fsref.config import StoreSection
 from fsref.errors import BadRef, StoreError, StoreUnavailable
+from fsref.loader.ahead import Ahead, Room
 from fsref.nodecache import NodeCache
 from fsref.parallel import Coordinate, Parallel, StepRows
 from fsref.plan import PackedRows, SlicePlan
 from fsref.reader import ReadCounters, Reader, failure_kind
 from fsref.refs import Schema, TokenRange
-from fsref.slices import SliceBuffers, fields_wanted
+from fsref.slices import SliceBuffers, buffer_bytes, fields_wanted
 from fsref.steps import MicroBatch, RankFile, step_name
 from fsref.store import Store
 from fsref.tensors import PackedMicroBatch, rank_batch, rank_tokens
 
 _log: Final = logging.getLogger(__name__)
+EXPERT_DTYPE: Final = "int32"
 ASSEMBLERS: Final = 2
 """Micro batches in flight: one is decoded while the next one's buffers are made."""
 
@@ -47,42 +50,15 @@ class FetchFailure:
 Fetched = PackedMicroBatch | FetchFailure
 
 
-class _Budget:
-    """Admits work while fewer than ``limit`` bytes are in flight; a single larger piece is admitted alone."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._waiting: deque[object] = deque()
-        self._changed = threading.Condition()
-        self.peak = 0
-
-    def acquire(self, size: int) -> None:
-        ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
-            self._changed.wait_for(lambda: self._waiting[0] is ticket and (self._used == 0 or self._used + size <= self._limit))
-            self._waiting.popleft()
-            self._used += size
-            self.peak = max(self.peak, self._used)
-            self._changed.notify_all()
-
-    def release(self, size: int) -> None:
-        with self._changed:
-            self._used -= size
-            self._changed.notify_all()
-
-
 @dataclass
 class _StepFetch:
     """One step's fetches and their clock."""
 
     rank: RankFile
     rows: StepRows
-    begun: float
-    futures: list[Future[Fetched]] = field(default_factory=list)
-    ended: float = 0.0
+    futures: list[Future[PackedMicroBatch]] = field(default_factory=list)
     exposed_s: float = 0.0
+    hidden_s: float = 0.0
     read: ReadCounters = field(default_factory=ReadCounters)
     conflicts: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,16 +76,19 @@ class StepFetcher:
         parallel: Parallel | None = None,
         at: Coordinate | None = None,
         cache: NodeCache | None = None,
+        allocate: Allocate = pageable,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``parallel``, ``at``: the layout and this rank's place in it; without, all of every micro batch. ``cache``: what the ranks of
-        this node fetch once for all of them; the caller closes it, after this.
+        this node fetch once for all of them; the caller closes it, after this. ``allocate`` makes the memory of arrays, which is used
+        again when no tensor refers to it. ``now``: the clock of the metrics.
 
         Raises ``ConfigError`` for a layout that does not fit the schema.
         """
-        self._schema, self._config = schema, config
-        self._parallel, self._at = parallel or Parallel(), at or Coordinate()
-        self._parallel.check(schema)
-        self._reader = Reader(
+        self.schema, self._config = schema, config
+        self.parallel, self._at = parallel or Parallel(), at or Coordinate()
+        self.parallel.check(schema)
+        self.reader = Reader(
             store,
             schema,
             threads=config.fetch_threads,
@@ -119,9 +98,11 @@ class StepFetcher:
             abandon_s=config.abandon_s,
             cache=cache,
         )
-        self._cache = cache
-        self._pool = ThreadPoolExecutor(ASSEMBLERS, thread_name_prefix="fsref-assemble")
-        self._budget = _Budget(config.bytes_inflight_max)
+        self._cache, self._now = cache, now
+        self.memory = BufferPool(allocate=allocate)
+        self._ahead: Ahead[PackedMicroBatch] = Ahead(
+            workers=ASSEMBLERS, bytes_max=config.bytes_inflight_max, name="fsref-assemble", now=now
+        )
         self._steps: dict[int, _StepFetch] = {}
 
     def prefetch(self, rank: RankFile) -> None:
@@ -131,11 +112,11 @@ class StepFetcher:
         """
         if rank.step in self._steps:
             return
-        fetch = _StepFetch(rank, StepRows(self._parallel, self._at, rank.micro_batches), time.monotonic())
+        fetch = _StepFetch(rank, StepRows(self.parallel, self._at, rank.micro_batches))
         for number in range(len(rank.micro_batches)):
             fetch.rows.of(number)
         self._steps[rank.step] = fetch
-        fetch.futures += [self._pool.submit(self._fetch, fetch, n) for n in range(len(rank.micro_batches))]
+        fetch.futures += self._ahead.add(rank.step, [_MicroBatchFetch(self, fetch, n) for n in range(len(rank.micro_batches))])
 
     def take(self, rank: RankFile) -> list[Fetched]:
         """The step's micro batches in order, waiting for those that are not there yet; at most ``store.fetch_deadline_s`` seconds.
@@ -144,10 +125,11 @@ class StepFetcher:
         """
         self.prefetch(rank)
         fetch = self._steps[rank.step]
-        start = time.monotonic()
-        end = start + self._config.fetch_deadline_s
+        end = time.monotonic() + self._config.fetch_deadline_s
+        start, fetch.hidden_s = self._now(), self._ahead.spent_s(rank.step)
+        self._ahead.want(rank.step)
         out = [self._result(fetch, n, end) for n in range(len(fetch.futures))]
-        fetch.exposed_s += time.monotonic() - start
+        fetch.exposed_s += self._now() - start
         fetch.futures = []
         return out
 
@@ -157,29 +139,35 @@ class StepFetcher:
         return [rows.whole(n) for n in range(len(rows.micro_batches))]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Seconds and bytes of a step that was taken: ``payload/fetch_time`` is its wall time from the first request to the last tensor."""
+        """Seconds and bytes of a step that was taken.
+
+        ``payload/fetch_time``: in which at least one of its micro batches was being fetched, whoever waited. ``_hidden``: the part of it
+        before the step was taken. ``_exposed``: for how long ``take`` waited.
+        """
         fetch = self._steps[step]
-        total = max(0.0, fetch.ended - fetch.begun)
         return {
-            "payload/fetch_time": total,
+            "payload/fetch_time": self._ahead.spent_s(step),
             "payload/fetch_time_exposed": fetch.exposed_s,
-            "payload/fetch_time_hidden": max(0.0, total - fetch.exposed_s),
+            "payload/fetch_time_hidden": fetch.hidden_s,
             "payload/bytes_fetched": float(fetch.read.bytes_fetched),
             "payload/requests": float(fetch.read.requests),
-            "payload/abandoned_threads": float(self._reader.counters.abandoned),
+            "payload/abandoned_threads": float(self.reader.counters.abandoned),
             "payload/conflicting_rows": float(fetch.conflicts),
         }
 
     def release(self, step: int) -> None:
         """Forgets a step, and lets the node's cache do so once every rank has."""
-        if self._steps.pop(step, None) is not None and self._cache is not None:
+        if self._steps.pop(step, None) is None:
+            return
+        self._ahead.release(step)
+        if self._cache is not None:
             self._cache.release(step)
 
     def close(self) -> None:
         """Stops the threads; running fetches end first, those that are stuck are given up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._reader.close()
-        self._pool.shutdown(wait=True)
+        self._ahead.stop()
+        self.reader.close()
+        self._ahead.close()
 
     def __enter__(self) -> "StepFetcher":
         return self
@@ -190,52 +178,23 @@ class StepFetcher:
     def _result(self, fetch: _StepFetch, number: int, end: float) -> Fetched:
         try:
             return fetch.futures[number].result(max(0.0, end - time.monotonic()))
+        except (StoreError, BadRef) as e:
+            return self._failure(e, fetch, number)
         except FutureTimeoutError:
             late = StoreUnavailable(f"not fetched within store.fetch_deadline_s = {self._config.fetch_deadline_s:g} s")
             return self._failure(late, fetch, number)
 
-    def _fetch(self, fetch: _StepFetch, number: int) -> Fetched:
-        try:
-            plan = fetch.rows.plan(
-                number, self._schema, request_bytes_max=self._reader.request_bytes_max, gap_bytes_max=self._reader.gap_bytes_max
-            )
-            self._budget.acquire(plan.read.byte_count)
-            try:
-                return self._read(fetch, number, plan)
-            finally:
-                self._budget.release(plan.read.byte_count)
-        except (StoreError, BadRef) as e:
-            return self._failure(e, fetch, number)
-        finally:
-            with fetch.lock:
-                fetch.ended = max(fetch.ended, time.monotonic())
-
-    def _read(self, fetch: _StepFetch, number: int, plan: SlicePlan) -> PackedMicroBatch:
-        micro_batch = fetch.rank.micro_batches[number]
-        buffers = SliceBuffers(
-            plan,
-            self._schema,
-            step=fetch.rank.step * self._parallel.data + fetch.rank.data_rank,
-            expert_shards=self._parallel.expert_shards,
-            expert_dtype="int32",
-        )
-        errors = self._reader.collect(self._reader.submit(plan.read, buffers.out, step=fetch.rank.step, tally=fetch.read))
-        if errors:
-            raise errors[0]
-        self._compare(fetch, micro_batch, plan)
-        return rank_batch(micro_batch, buffers.finish(), self._schema, bytes_read=plan.read.byte_count)
-
-    def _compare(self, fetch: _StepFetch, micro_batch: MicroBatch, plan: SlicePlan) -> None:
+    def compare(self, fetch: _StepFetch, micro_batch: MicroBatch, plan: SlicePlan) -> None:
         """Counts rows that segments of one reference give differently; nothing to do for references of one segment."""
         found = 0
         for span in plan.rows.spans():
             ref = micro_batch.sequences[span.sequence].ref
             if ref is None or len(ref.segments) < 2:
                 continue
-            names = [n for n in fields_wanted(micro_batch.sequences[span.sequence], self._schema) if n in plan.fields]
-            alone = self._reader.plan(ref, tokens=span.tokens.clip(TokenRange(0, ref.token_count)), fields=names)
+            names = [n for n in fields_wanted(micro_batch.sequences[span.sequence], self.schema) if n in plan.fields]
+            alone = self.reader.plan(ref, tokens=span.tokens.clip(TokenRange(0, ref.token_count)), fields=names)
             if alone.overlaps:
-                found += self._reader.count_conflicts(ref, alone)
+                found += self.reader.count_conflicts(ref, alone)
         with fetch.lock:
             fetch.conflicts += found
 
@@ -244,3 +203,43 @@ class StepFetcher:
         _log.warning("%s micro batch %d is %s: %s", step_name(fetch.rank.step), number, kind, error)
         ids = dict.fromkeys(i for s in micro_batch.sequences if s.ref is not None for i in s.ref.object_ids)
         return FetchFailure(error, kind, tuple(ids), rank_tokens(micro_batch, fetch.rows.of(number)))
+
+
+class _MicroBatchFetch:
+    """The fetch of one micro batch, as a job of ``Ahead``."""
+
+    def __init__(self, owner: StepFetcher, fetch: _StepFetch, number: int) -> None:
+        self._owner, self._fetch, self._number = owner, fetch, number
+        self._plan: SlicePlan | None = None
+        self._buffers: SliceBuffers | None = None
+        self._reads: list[Future[None]] = []
+
+    def prepare(self) -> Room:
+        owner, reader = self._owner, self._owner.reader
+        self._plan = self._fetch.rows.plan(
+            self._number, owner.schema, request_bytes_max=reader.request_bytes_max, gap_bytes_max=reader.gap_bytes_max
+        )
+        return Room(held=buffer_bytes(self._plan, owner.schema, expert_dtype=EXPERT_DTYPE), passing=self._plan.read.byte_count)
+
+    def start(self) -> None:
+        assert self._plan is not None
+        owner, fetch = self._owner, self._fetch
+        self._buffers = SliceBuffers(
+            self._plan,
+            owner.schema,
+            step=fetch.rank.step * owner.parallel.data + fetch.rank.data_rank,
+            expert_shards=owner.parallel.expert_shards,
+            expert_dtype=EXPERT_DTYPE,
+            empty=owner.memory.empty,
+        )
+        self._reads = owner.reader.submit(self._plan.read, self._buffers.out, step=fetch.rank.step, tally=fetch.read)
+
+    def finish(self) -> PackedMicroBatch:
+        assert self._plan is not None
+        assert self._buffers is not None
+        owner = self._owner
+        if errors := owner.reader.collect(self._reads):
+            raise errors[0]
+        micro_batch = self._fetch.rank.micro_batches[self._number]
+        owner.compare(self._fetch, micro_batch, self._plan)
+        return rank_batch(micro_batch, self._buffers.finish(), owner.schema, bytes_read=self._plan.read.byte_count)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from fsref.loader.ahead import Ahead
+from fsref.loader.ahead import Ahead, Room
 
 DEADLINE_S = 60.0
 Phase = Literal["prepare", "start", "finish"]
@@ -38,8 +38,10 @@ class Trail:
 class FakeJob:
     """A job that stops at chosen phases until it is let go, and fails at chosen ones."""
 
-    def __init__(self, trail: Trail, name: str, *, size: int = 1, hold: set[Phase] | None = None, fail: Phase | None = None) -> None:
-        self.trail, self.name, self.size, self.fail = trail, name, size, fail
+    def __init__(
+        self, trail: Trail, name: str, *, size: int = 1, passing: int = 0, hold: set[Phase] | None = None, fail: Phase | None = None
+    ) -> None:
+        self.trail, self.name, self.size, self.passing, self.fail = trail, name, size, passing, fail
         self.gates = {phase: threading.Event() for phase in hold or set()}
 
     def _pass(self, phase: Phase) -> None:
@@ -49,9 +51,9 @@ class FakeJob:
         if self.fail == phase:
             raise ValueError(f"{self.name} failed in {phase}")
 
-    def prepare(self) -> int:
+    def prepare(self) -> Room:
         self._pass("prepare")
-        return self.size
+        return Room(held=self.size, passing=self.passing)
 
     def start(self) -> None:
         self._pass("start")
@@ -158,6 +160,17 @@ def test_a_job_larger_than_all_room_is_started_alone(begin: Begin, trail: Trail)
     assert results(futures[1:]) == ["1.1"]
 
 
+def test_bytes_that_only_pass_through_count_while_the_job_is_under_way(begin: Begin, trail: Trail) -> None:
+    ahead = begin()
+    first = FakeJob(trail, "1.0", size=30, passing=50, hold={"finish"})
+    futures = ahead.add(1, [first, FakeJob(trail, "1.1", size=30, passing=40)])
+    trail.wait("finish 1.0", "prepare 1.1")
+    assert (ahead.bytes_ahead, trail.of("start")) == (80, ["1.0"])
+    first.gates["finish"].set()
+    assert results(futures) == ["1.0", "1.1"]
+    assert (ahead.bytes_ahead, ahead.bytes_ahead_peak) == (60, 100)
+
+
 def test_a_released_step_makes_room_and_its_queued_jobs_never_start(begin: Begin, trail: Trail) -> None:
     ahead = begin()
     first = ahead.add(1, [FakeJob(trail, "1.0", size=100), FakeJob(trail, "1.1", size=100)])
@@ -221,8 +234,8 @@ def test_a_result_is_kept_by_its_future_alone(begin: Begin) -> None:
     class Made(str): ...
 
     class Maker:
-        def prepare(self) -> int:
-            return 1
+        def prepare(self) -> Room:
+            return Room(1, 1)
 
         def start(self) -> None: ...
 

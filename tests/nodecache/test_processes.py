@@ -64,6 +64,11 @@ class Child:
         self.process.wait(DEADLINE_S)
 
 
+def _kill(children: list[Child]) -> None:
+    for child in children:
+        child.process.kill()
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., list[Child]]]:
     children: list[Child] = []
@@ -71,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[Child]]]:
     def begin(*failpoints: str, bytes_max: int = 1 << 20, wait_s: float = DEADLINE_S) -> list[Child]:
         begun = [Child(tmp_path, bytes_max=bytes_max, wait_s=wait_s, failpoints=f) for f in failpoints]
         children.extend(begun)
-        watchdog = threading.Timer(DEADLINE_S, lambda: [c.process.kill() for c in begun])
+        watchdog = threading.Timer(DEADLINE_S, _kill, [begun])
         watchdog.daemon = True
         watchdog.start()
         return [c.ready() for c in begun]

@@ -159,7 +159,7 @@ def test_a_sibling_whose_store_hangs_is_given_up_and_its_chunks_are_read_by_the_
 def test_siblings_begin_at_different_objects_of_the_same_plan(node: Node) -> None:
     opened: dict[int, list[str]] = {0: [], 1: []}
     with node.reader(threads=1) as a, node.reader(threads=1) as b:
-        a._cache.release(-1)  # type: ignore[union-attr] - it looks how many there are
+        node.caches[0].release(-1)  # it looks how many they are
         plans = [r.plan(ref, fields=["routed_experts"]) for r in (a,) for ref in node.refs]
         both = plans[0]._replace(segments=plans[0].segments + plans[1].segments)
         for n, reader in enumerate((a, b)):

@@ -213,7 +213,7 @@ def test_prefetch_is_counted_as_hidden_and_the_budget_holds(store: Store) -> Non
     rng, run_schema = np.random.default_rng(3), schema()
     writer = Writer(store, run_schema, Numbers(), durability="process")
     refs = [writer.put(payload(rng, run_schema, 2000)) for _ in range(12)]
-    limit = max(r.byte_count for r in refs) + 10
+    limit = 400_000  # arrays and stored bytes of about one micro batch
     config = StoreSection(bytes_inflight_max=limit)
     ranks = [rank_file(run_schema, [MicroBatch((sequence(rng, 2000, r),)) for r in refs[n::2]], n) for n in range(2)]
     with StepFetcher(store, run_schema, config=config) as loader:
@@ -222,12 +222,11 @@ def test_prefetch_is_counted_as_hidden_and_the_budget_holds(store: Store) -> Non
         for rank in ranks:
             assert all(isinstance(g, PackedMicroBatch) for g in loader.take(rank))
             seen = loader.metrics(rank.step)
-            assert seen["payload/bytes_fetched"] == sum(loader._reader.plan(r).byte_count for r in refs[rank.step :: 2])
-            assert seen["payload/fetch_time"] == pytest.approx(
-                seen["payload/fetch_time_hidden"] + min(seen["payload/fetch_time"], seen["payload/fetch_time_exposed"])
-            )
+            assert seen["payload/bytes_fetched"] == sum(loader.reader.plan(r).byte_count for r in refs[rank.step :: 2])
+            assert 0 <= seen["payload/fetch_time_hidden"] <= seen["payload/fetch_time"]
+            assert seen["payload/fetch_time"] <= seen["payload/fetch_time_hidden"] + seen["payload/fetch_time_exposed"]
             loader.release(rank.step)
-        assert 0 < loader._budget.peak <= limit
+        assert 0 < loader._ahead.bytes_ahead_peak <= limit
 
 
 @pytest.mark.fault(40)
@@ -246,7 +245,7 @@ def test_a_fetch_that_hangs_is_one_failed_micro_batch_and_the_loader_goes_on_and
     loader.prefetch(rank_file(run_schema, [MicroBatch((sequence(rng, 40, r),)) for r in refs[2:]], 2))
     assert gates[1].entered.wait(30)
     loader.close()
-    assert loader._reader.counters.abandoned == 2
+    assert loader.reader.counters.abandoned == 2
     for gate in gates:
         gate.release()
         assert gate.left.wait(30)
