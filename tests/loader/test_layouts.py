@@ -38,8 +38,10 @@ def layout_of(context: ContextLayout, ranks: int, pipeline: int) -> Parallel:
     return Parallel(context=ranks, layout=context, pipeline=pipeline, stages=STAGES[pipeline], multiple=MULTIPLE, expert_shards=SHARDS)
 
 
-def taken(whole: Whole, parallel: Parallel, at: Coordinate, **options: NodeCache) -> tuple[list[PackedMicroBatch], dict[str, float]]:
-    with StepFetcher(whole.store, SCHEMA, config=CONFIG, parallel=parallel, at=at, **options) as fetcher:
+def taken(
+    whole: Whole, parallel: Parallel, at: Coordinate, cache: NodeCache | None = None
+) -> tuple[list[PackedMicroBatch], dict[str, float]]:
+    with StepFetcher(whole.store, SCHEMA, config=CONFIG, parallel=parallel, at=at, cache=cache) as fetcher:
         got = fetcher.take(whole.rank_file)
         metrics = fetcher.metrics(0)
         fetcher.release(0)
