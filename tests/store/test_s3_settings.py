@@ -2,10 +2,13 @@
 
 import datetime
 import ipaddress
+import itertools
 import json
 import ssl
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,65 @@ def test_a_profile_that_does_not_exist_is_said(moto: S3Server) -> None:
     for driver in ("obstore", "fsspec"):
         with pytest.raises(ConfigError, match="nobody"):
             open_root(root(), run="run", settings=moto.settings(driver=driver, profile="nobody"))
+
+
+class Role(BaseHTTPRequestHandler):
+    """What a cloud's instance (IMDSv2) and container services answer: temporary keys."""
+
+    def do_PUT(self) -> None:
+        self._answer(b"a-session")
+
+    def do_GET(self) -> None:
+        if self.path.endswith("/security-credentials/"):
+            self._answer(b"the-role")
+            return
+        later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=6)
+        keys = {
+            "Code": "Success", "AccessKeyId": "AKIAFROMTHEROLE00000", "SecretAccessKey": "SENTINEL-role", "Token": "SENTINEL-token",
+            "Expiration": f"{later:%Y-%m-%dT%H:%M:%SZ}",
+        }  # fmt: skip
+        self._answer(json.dumps(keys).encode())
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-aws-ec2-metadata-token-ttl-seconds", "21600")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def role() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Role) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield "http://{}:{}".format(*server.server_address)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("driver", "source"), itertools.product(["obstore", "fsspec"], ["instance", "container"]))
+def test_keys_come_from_the_role_of_the_instance_or_the_container(  # noqa: PLR0917  fixtures and parameters
+    moto: S3Server, fault_proxy: Callable[[S3Server], FaultProxy], role: str, monkeypatch: pytest.MonkeyPatch, driver: str, source: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name)
+    if source == "instance":
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", role)
+    else:
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role}/keys")
+    proxy = fault_proxy(moto)
+    with open_root(root(), run="run", settings=moto.settings(endpoint=proxy.endpoint, driver=driver)) as store:
+        store.put("obj/a/0", [b"x"])
+        assert store.read("obj/a/0", bytes_max=1) == b"x"
+        assert list(store.delete(["obj/a/0"]).values()) == [Deletion.DONE]
+        shown = f"{store!r} {vars(store)!r}"
+    assert len(proxy.requests) >= 4
+    for request in proxy.requests:
+        assert b"Credential=AKIAFROMTHEROLE00000/" in request.head, request.kind
+        assert b"SENTINEL-token" in request.head, request.kind
+    assert "SENTINEL" not in shown

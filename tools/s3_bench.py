@@ -1,0 +1,334 @@
+"""Object storage, measured: fsref against what it is made of, on one SeaweedFS server in one run, interleaved.
+
+    python -m tools.s3_bench                # all; writes docs/results/s3.json and its section of docs/results.md
+    python -m tools.s3_bench fetch          # one of fetch, publish, bulk; prints only
+
+*fetch*: the reader through its obstore and its s3fs driver, against obstore's and s3fs's own ranged GETs of the same ranges with the same
+decode, and obstore's GETs without. *publish*: ``Store.put`` of encoded objects against a bare PUT of the same bytes. *bulk*: a run of
+10,000 objects listed, audited and removed, once for the time, once through a proxy that counts. Server and client share this machine.
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import obstore
+import s3fs
+from msgspec.structs import replace
+from obstore.store import S3Store
+
+from fsref.config import Config, LedgerSection, RunSection, StoreSection
+from fsref.journal import create_run
+from fsref.objects import EncodedObject, encode
+from fsref.pipeline.layout import free_ports, own_server
+from fsref.pipeline.objectserver import Home, start
+from fsref.pipeline.processes import Family
+from fsref.reader import Reader, allocate
+from fsref.reader.chunks import Placer
+from fsref.reaper import EnvHolder, Verdict, audit, close_run
+from fsref.refs import Codec, Dense, Payload, PayloadRef, Schema, object_name, routed_experts
+from fsref.store import Store, open_root
+from fsref.writer import reference
+from tests.support.faultproxy import FaultProxy
+from tests.support.s3servers import S3Server
+from tools.results import replace_section
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+LAYERS, TOP_K, EXPERTS = 48, 8, 128
+MIB: Final = 1 << 20
+SIZES: Final = {"64 KiB": (64 << 10, 128), "1 MiB": (MIB, 48), "25 MiB": (25 * MIB, 6)}
+"""Stored bytes of an object, and objects of a round."""
+ROUNDS: Final = 7
+CONCURRENCY: Final = 8
+BULK: Final = 10_000
+BUCKET: Final = "bench"
+INC: Final = "env.bench-0-0.0123456789abcdef"
+Speed = dict[str, float]
+Measured = dict[str, dict[str, Speed]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The one server of this run and the ways to it."""
+
+    section: StoreSection
+    keys: tuple[str, str]
+
+    def store(self, driver: str = "obstore", *, run: str = "bench", endpoint: str = "") -> Store:
+        section = replace(self.section, driver=driver, endpoint=endpoint or self.section.endpoint, connections_max=CONCURRENCY)
+        return open_root(f"s3://{BUCKET}/runs", run=run, settings=section)
+
+    def bare_obstore(self, prefix: str) -> S3Store:
+        options = {"allow_http": True}
+        config = {"endpoint": self.section.endpoint, "region": "us-east-1", "virtual_hosted_style_request": False}
+        access, secret = self.keys
+        return S3Store(
+            BUCKET, prefix=prefix, config=config, client_options=options, access_key_id=access, secret_access_key=secret  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def bare_s3fs(self) -> Any:
+        return s3fs.S3FileSystem(
+            key=self.keys[0], secret=self.keys[1], endpoint_url=self.section.endpoint, skip_instance_cache=True, use_listings_cache=False
+        )
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """SeaweedFS in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder, Family(grace_s=1.0) as family:
+        home = Home(root=f"s3://{BUCKET}/runs", run="bench", run_dir=Path(folder) / "bench")
+        config = Config(run=RunSection(root=home.root), store=StoreSection(server="seaweedfs"))
+        section = own_server(config, home.run_dir, free_ports(1))
+        with start(section, home, family=family, pause=lambda: None):
+            lines = (home.folder / "credentials").read_text().splitlines()
+            access, secret = (line.partition(" = ")[2] for line in lines if " = " in line)
+            yield Server(section, (access, secret))
+
+
+def payloads(codec: Codec, size: int) -> tuple[Schema, EncodedObject]:
+    """An object of about ``size`` stored bytes: routing rows as a balanced router gives them."""
+    schema = Schema((routed_experts(layer_ids=range(LAYERS), top_k=TOP_K, expert_count=EXPERTS),), codec=codec)
+    rng = np.random.default_rng(0)
+
+    def made(tokens: int) -> EncodedObject:
+        rows = rng.integers(0, EXPERTS, (tokens, LAYERS, TOP_K), np.uint8)
+        return encode(Payload(np.arange(tokens, dtype=np.int32), {"routed_experts": Dense(rows)}).checked(schema), schema)
+
+    probe = made(256)
+    return schema, made(max(1, round(size / (probe.byte_count / 256))))
+
+
+def interleaved(contestants: dict[str, Callable[[], None]], bytes_round: int, *, base: str) -> dict[str, Speed]:
+    """Every contestant takes its turn in each round, in random order; a first round warms up. ``ratio`` is the median over rounds of its
+    speed relative to that of ``base`` in the same round, so that what else the machine does falls out.
+    """
+    rng = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(ROUNDS + 1):
+        for name in rng.sample(list(contestants), len(contestants)):
+            began = time.perf_counter()
+            contestants[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return {
+        name: {
+            "mb_s": bytes_round / statistics.median(took) / 1e6,
+            "ratio": statistics.median(b / t for b, t in zip(seconds[base], took, strict=True)),
+        }
+        for name, took in seconds.items()
+    }
+
+
+def fetch(at: Server) -> dict[str, Measured]:
+    """By codec and size: stored MB/s of each way to read."""
+    out: dict[str, Measured] = {}
+    for label, codec in {"default codec": Codec(), "codec none": Codec(name="none")}.items():
+        out[label] = {}
+        for title, (size, count) in SIZES.items():
+            schema, encoded = payloads(codec, size)
+            run = f"fetch-{label.split()[-1]}-{size}"
+            with at.store(run=run) as store:
+                refs = [reference(f"{INC}/{n}", encoded, schema) for n in range(count)]
+                with ThreadPoolExecutor(CONCURRENCY) as pool:
+                    list(pool.map(lambda r: store.put(object_name(r.object_ids[0]), encoded.buffers), refs))  # noqa: B023
+                out[label][title] = _fetch(at, schema, refs, run)
+                for outcome in store.delete([object_name(r.object_ids[0]) for r in refs]).values():
+                    assert not isinstance(outcome, Exception), outcome
+            print(f"fetch {label} {title}: {out[label][title]}", flush=True)
+    return out
+
+
+def _fetch(at: Server, schema: Schema, refs: Sequence[PayloadRef], run: str) -> dict[str, Speed]:
+    with ExitStack() as stack:
+        readers = {d: stack.enter_context(Reader(stack.enter_context(at.store(d, run=run)), schema, threads=CONCURRENCY)) for d in DRIVERS}
+        pool = stack.enter_context(ThreadPoolExecutor(CONCURRENCY))
+        bare, files, placer = at.bare_obstore(f"runs/{run}"), at.bare_s3fs(), Placer(schema.codec)
+        plans = [readers["obstore"].plan(ref) for ref in refs]
+        fetched = sum(q.size for p in plans for s in p.segments for q in s.requests)
+        outs = [{"routed_experts": allocate(p, schema, "routed_experts")} for p in plans]
+
+        def read(driver: str) -> None:
+            waiting = [f for p, out in zip(plans, outs, strict=True) for f in readers[driver].submit(p, out)]
+            for future in waiting:
+                future.result()
+
+        def by(get: Callable[[str, int, int], Any], *, decode: bool) -> None:
+            def one(number: int) -> None:
+                plan = plans[number]
+                for at_segment, segment in enumerate(plan.segments):
+                    for request in segment.requests:
+                        data = get(object_name(segment.object_id), request.offset, request.offset + request.size)
+                        if decode:
+                            placer.place(np.frombuffer(data, np.uint8), request, segment, at_segment, outs[number])
+
+            list(pool.map(one, range(len(plans))))
+
+        def bare_get(name: str, begin: int, end: int) -> Any:
+            return obstore.get_range(bare, name, start=begin, end=end)
+
+        def s3fs_get(name: str, begin: int, end: int) -> Any:
+            return files.cat_file(f"{BUCKET}/runs/{run}/{name}", start=begin, end=end)
+
+        return interleaved(
+            {
+                "fsref, obstore driver": partial(read, "obstore"),
+                "fsref, s3fs driver": partial(read, "fsspec"),
+                "obstore GETs + decode": partial(by, bare_get, decode=True),
+                "obstore GETs alone": partial(by, bare_get, decode=False),
+                "s3fs GETs + decode": partial(by, s3fs_get, decode=True),
+            },
+            fetched,
+            base="obstore GETs + decode",
+        )
+
+
+DRIVERS: Final = ("obstore", "fsspec")
+
+
+def publish(at: Server) -> Measured:
+    """By size: stored MB/s of each way to put the same bytes under new names."""
+    out: Measured = {}
+    for title, (size, count) in SIZES.items():
+        _, encoded = payloads(Codec(), size)
+        whole = b"".join(bytes(b) for b in encoded.buffers)
+        run = f"publish-{size}"
+        with ExitStack() as stack:
+            stores = {d: stack.enter_context(at.store(d, run=run)) for d in DRIVERS}
+            pool = stack.enter_context(ThreadPoolExecutor(CONCURRENCY))
+            bare, files = at.bare_obstore(f"runs/{run}"), at.bare_s3fs()
+            names: list[str] = []
+
+            def each(put: Callable[[str], object]) -> None:
+                fresh = [object_name(f"{INC}/{len(names) + n}") for n in range(count)]  # noqa: B023
+                names.extend(fresh)  # noqa: B023
+                list(pool.map(put, fresh))  # noqa: B023
+
+            ways: dict[str, Callable[[str], object]] = {
+                "fsref, obstore driver": lambda n: stores["obstore"].put(n, encoded.buffers),  # noqa: B023
+                "fsref, s3fs driver": lambda n: stores["fsspec"].put(n, encoded.buffers),  # noqa: B023
+                "obstore PUT": lambda n: obstore.put(bare, n, whole, use_multipart=False),  # noqa: B023
+                "s3fs PUT": lambda n: files.pipe_file(f"{BUCKET}/runs/{run}/{n}", whole),  # noqa: B023
+            }
+            out[title] = interleaved({name: partial(each, way) for name, way in ways.items()}, len(whole) * count, base="obstore PUT")
+            stores["obstore"].delete(names)
+        print(f"publish {title}: {out[title]}", flush=True)
+    return out
+
+
+def bulk(at: Server) -> dict[str, Speed]:
+    """10,000 objects of a run listed, audited and removed: seconds straight, requests through the proxy."""
+    straight, _ = _bulk(at, "bulk-straight", "")
+    host = S3Server("seaweedfs", at.section.endpoint)
+    with FaultProxy(host) as proxy:
+        _, requests = _bulk(at, "bulk-counted", proxy.endpoint, proxy)
+    out = {name: {"seconds": straight[name], "requests": float(requests[name])} for name in straight}
+    print(f"bulk: {out}", flush=True)
+    return out
+
+
+def _bulk(at: Server, name: str, endpoint: str, proxy: FaultProxy | None = None) -> tuple[dict[str, float], dict[str, int]]:
+    seconds: dict[str, float] = {}
+    requests: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder, at.store(run=name, endpoint=endpoint) as store, ThreadPoolExecutor(CONCURRENCY) as pool:
+        ledger = Path(folder) / "ledger"
+        schema = Schema((routed_experts(layer_ids=range(2), top_k=2, expert_count=8),))
+        encoded = encode(
+            Payload(np.arange(8, dtype=np.int32), {"routed_experts": Dense(np.zeros((8, 2, 2), np.uint8))}).checked(schema), schema
+        )
+        run = create_run(store, name, schema)
+
+        @contextmanager
+        def timed(what: str) -> Iterator[None]:
+            if proxy is not None:
+                proxy.clear()
+            began = time.perf_counter()
+            yield
+            seconds[what] = time.perf_counter() - began
+            requests[what] = proxy.counts().total() if proxy is not None else 0
+
+        env = EnvHolder(store, ledger, run=run, label="bench-0-0", section=LedgerSection())
+
+        def put(_: int) -> None:
+            seq = env.next_seq()
+            store.put(object_name(f"{env.inc}/{seq}"), encoded.buffers)
+            env.keep(seq, byte_count=encoded.byte_count, checksum=encoded.checksum, token_count=8, fields=1)
+
+        with timed("published"):
+            list(pool.map(put, range(BULK)))
+        with timed("listed"):
+            assert sum(1 for _ in store.list("obj")) == BULK
+        with timed("audited"):
+            found = audit(store, ledger, run=run.run, run_uuid=run.run_uuid)
+        assert found.verdict is Verdict.BALANCED, found.render()
+        env.close()
+        with timed("removed and audited (fsref close)"):
+            found = close_run(store, ledger, run=run)
+        assert found.verdict is Verdict.PROVED, found.render()
+        assert next(store.list("obj"), None) is None
+    return seconds, requests
+
+
+def sections(found: dict[str, Any]) -> list[str]:
+    """The section of docs/results.md."""
+    head = (
+        f"`python -m tools.s3_bench`: one SeaweedFS server on the same machine ({found['cpus']} cores, which others use too), "
+        f"{CONCURRENCY} requests at a time, median of {ROUNDS} interleaved rounds; MB/s of stored bytes from caches, and in brackets the "
+        f"median of the ratios to obstore's own requests in the same round. Objects are routing rows of {LAYERS} layers, {TOP_K} of "
+        f"{EXPERTS} experts."
+    )
+    lines = [head, ""]
+    for label, measured in found["fetch"].items():
+        lines += ["", f"Fetch, check and decode into the caller's arrays, {label}:", "", *_table(measured)]
+    lines += ["", "Publish under a new name:", "", *_table(found["publish"])]
+    lines += [
+        "",
+        f"A run of {BULK:,} objects in one bucket:",
+        "",
+        "| | seconds | requests |",
+        "|---|---|---|",
+        *(f"| {name} | {v['seconds']:.2f} | {v['requests']:,.0f} |" for name, v in found["bulk"].items()),
+        "",
+        "The seconds are straight to the server, the requests are counted at a proxy in a run of their own.",
+    ]
+    return lines
+
+
+def _table(measured: Measured) -> list[str]:
+    ways = list(next(iter(measured.values())))
+    cells = {way: [f"{m[way]['mb_s']:.0f} ({m[way]['ratio']:.2f}x)" for m in measured.values()] for way in ways}
+    rows = [f"| {way} | {' | '.join(found)} |" for way, found in cells.items()]
+    return [f"| | {' | '.join(measured)} |", f"|---|{'---|' * len(measured)}", *rows]
+
+
+def main(argv: Sequence[str]) -> int:
+    parts: dict[str, Callable[[Server], Any]] = {"fetch": fetch, "publish": publish, "bulk": bulk}
+    if set(argv) - set(parts):
+        print(__doc__)
+        return 2
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        del os.environ[name]
+    with server() as at:
+        found: dict[str, Any] = {name: part(at) for name, part in parts.items() if not argv or name in argv}
+    if argv:
+        return 0
+    found |= {"cpus": os.cpu_count(), "machine": platform.machine(), "rounds": ROUNDS, "concurrency": CONCURRENCY}
+    (ROOT / "docs" / "results" / "s3.json").write_text(json.dumps(found, indent=1) + "\n")
+    replace_section("Object storage", sections(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
