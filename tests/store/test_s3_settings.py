@@ -200,7 +200,7 @@ def role() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("driver", "source"), itertools.product(["obstore", "fsspec"], ["instance", "container"]))
+@pytest.mark.parametrize(("driver", "source"), [*itertools.product(["obstore", "fsspec"], ["instance", "container"])])
 def test_keys_come_from_the_role_of_the_instance_or_the_container(  # noqa: PLR0917  fixtures and parameters
     moto: S3Server, fault_proxy: Callable[[S3Server], FaultProxy], role: str, monkeypatch: pytest.MonkeyPatch, driver: str, source: str
 ) -> None:
