@@ -1,7 +1,7 @@
-"""What keeping costs an env-server worker, and what each adapter costs per reply. Writes docs/results/keep.json and prints it.
+"""What keeping costs an env-server worker, and what each adapter costs per reply.
 
-    python -m tools.keep_cost            # 16k and 128k tokens, all three fields; about two minutes
-    python -m tools.keep_cost 4096       # other sizes
+    python -m tools.keep_cost            # 16k and 128k tokens, all three fields; under three minutes; writes docs/results/keep.json
+    python -m tools.keep_cost 4096       # other sizes; prints only
 
 Arrays have the shape of Qwen3-30B-A3B (48 layers, 8 of 128 experts), heads of 128 and masks of up to 64 for every completion token.
 *pause* is how much later than asked a 1 ms timer on the event loop fired, idle and during the work; *RSS* is of this process.
@@ -10,169 +10,84 @@ Arrays have the shape of Qwen3-30B-A3B (48 layers, 8 of 128 experts), heads of 1
 import asyncio
 import functools
 import json
-import math
 import os
-import platform
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fsref.bench.measure import machine
+from fsref.bench.pause import idle, watched
+from fsref.bench.shapes import PROMPT_SHARE, SHAPES, payload, raw_bytes
 from fsref.envserver.capture import Capture
 from fsref.envserver.generate import Adapter
-from fsref.events import memory_metrics
 from fsref.inference.middleware import packed_reply
-from fsref.refs import Dense, Payload, Ragged, Schema, TokenRange, routed_experts, sampling_mask, top_logprobs
+from fsref.refs import Dense, Payload, Ragged
 from fsref.store import open_root
 from fsref.store.base import Durability
 from fsref.wire.logprobs import encode_content
 from fsref.wire.masks import encode_sampling_mask
 from fsref.wire.routing import encode_routed_experts
 from fsref.writer import Receipts, Writer
+from tools.results import replace_section
 
-LAYERS, TOP_K, EXPERTS, HEAD, MASK, VOCAB = 48, 8, 128, 128, 64, 151_936
-SCHEMA = Schema((routed_experts(layer_ids=range(LAYERS), top_k=TOP_K, expert_count=EXPERTS), top_logprobs(), sampling_mask()))
-REPEATS = 5
-DURABILITIES: tuple[Durability, ...] = ("process", "node")
-OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "keep.json"
-
-
-def experts(rng: np.random.Generator, tokens: int) -> NDArray[np.uint8]:
-    """[T, L, K] without repeats in a row, some experts twice as popular as others."""
-    out = np.empty((tokens, LAYERS, TOP_K), np.uint8)
-    for at in range(0, tokens, 2048):
-        some = out[at : at + 2048]
-        weights = rng.random((len(some), LAYERS, EXPERTS), np.float32) * (1 + (np.arange(EXPERTS) % 2))
-        some[...] = np.argpartition(weights, -TOP_K, axis=-1)[..., -TOP_K:]
-    return out
-
-
-def ragged(rng: np.random.Generator, counts: NDArray[np.int32], *, logprobs: bool) -> Ragged:
-    """Ids without repeats in a row, and values in descending order."""
-    total = int(counts.sum())
-    within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-    ids = ((np.repeat(rng.integers(0, VOCAB, len(counts)), counts) + within * 7919) % VOCAB).astype(np.int32)
-    columns: dict[str, NDArray[Any]] = {"ids": ids}
-    if logprobs:
-        columns["logprobs"] = (-0.01 - within * 0.05 - rng.random(total) * 0.04).astype(np.float32)
-    return Ragged(counts, columns)
-
-
-def make(tokens: int) -> Payload:
-    """All three fields of one branch, of which all but the first 256 tokens were sampled."""
-    rng = np.random.default_rng(0)
-    sampled = np.arange(tokens) >= 256
-    heads = ragged(rng, np.where(sampled, HEAD, 0).astype(np.int32), logprobs=True)
-    masks = ragged(rng, np.where(sampled, rng.integers(1, MASK + 1, tokens), 0).astype(np.int32), logprobs=False)
-    routing = Dense(experts(rng, tokens), (TokenRange(tokens - 1, tokens),))
-    ids = rng.integers(0, VOCAB, tokens).astype(np.int32)
-    return Payload(ids, {"routed_experts": routing, "top_logprobs": heads, "sampling_mask": masks})
-
-
-def raw_bytes(payload: Payload) -> int:
-    return sum(
-        d.rows.nbytes if isinstance(d, Dense) else d.counts.nbytes + sum(c.nbytes for c in d.columns.values())
-        for d in payload.fields.values()
-    )
-
-
-class Heartbeat:
-    """A 1 ms timer on the event loop and a watch on memory, while its context is open."""
-
-    def __init__(self) -> None:
-        self.late_ms: list[float] = []
-        self.rss_peak = 0.0
-
-    async def __aenter__(self) -> "Heartbeat":
-        self._task = asyncio.create_task(self._beat())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            asked = time.perf_counter() + 0.001
-            await asyncio.sleep(0.001)
-            self.late_ms.append((time.perf_counter() - asked) * 1e3)
-            if len(self.late_ms) % 16 == 0:
-                self.rss_peak = max(self.rss_peak, memory_metrics()["memory/rss_bytes"])
-
-    def figures(self) -> dict[str, float]:
-        ordered = sorted(self.late_ms) or [0.0]
-        return {"p99_ms": round(ordered[math.ceil(0.99 * len(ordered)) - 1], 2), "longest_ms": round(ordered[-1], 2)}
-
-
-async def watched(work: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """``work`` in a thread, ``repeats`` times, beside a heartbeat."""
-    seconds: list[float] = []
-    with ThreadPoolExecutor(1) as pool:
-        loop = asyncio.get_running_loop()
-        before = memory_metrics()["memory/rss_bytes"]
-        async with Heartbeat() as beat:
-            for _ in range(repeats):
-                start = time.perf_counter()
-                await loop.run_in_executor(pool, work)
-                seconds.append(time.perf_counter() - start)
-        after = memory_metrics()["memory/rss_bytes"]
-    mib = {n: round(v / 2**20) for n, v in (("before", before), ("during", beat.rss_peak), ("after", after))}
-    return {"median_ms": round(statistics.median(seconds) * 1e3, 1), "pause": beat.figures(), "rss_mib": mib}
-
-
-async def idle() -> dict[str, float]:
-    async with Heartbeat() as beat:
-        await asyncio.sleep(2)
-    return beat.figures()
+SHAPE: Final = SHAPES["qwen3-30b"]
+SIZES: Final = (16_384, 131_072)
+REPEATS: Final = 5
+ADAPTED_TOKENS_MAX: Final = 32_768
+"""Longer replies are gigabytes of Python objects to make."""
+DURABILITIES: Final[tuple[Durability, ...]] = ("process", "node")
+OUT: Final = Path(__file__).resolve().parent.parent / "docs" / "results" / "keep.json"
 
 
 async def keep(tokens: int, folder: str) -> dict[str, Any]:
-    payload = make(tokens)
+    """Encoding and publishing one branch of that many tokens."""
+    sample = payload(SHAPE, tokens)
+    raw = raw_bytes(sample)
     with open_root(folder, run=f"keep-{tokens}", create=True) as store:
-        out: dict[str, Any] = {"raw_mb": round(raw_bytes(payload) / 1e6, 1)}
+        out: dict[str, Any] = {"raw_mb": round(raw / 1e6, 1)}
         for durability in DURABILITIES:
-            writer = Writer(store, SCHEMA, Receipts(f"bench-{durability}"), durability=durability)
-            out[durability] = await watched(functools.partial(writer.put, payload), REPEATS)
-            out[durability]["raw_gb_per_s"] = round(raw_bytes(payload) / out[durability]["median_ms"] / 1e6, 2)
-        out["object_mb"] = round(writer.put(payload).byte_count / 1e6, 1)
+            writer = Writer(store, SHAPE.schema(), Receipts(f"bench-{durability}"), durability=durability)
+            out[durability] = await watched(functools.partial(writer.put, sample), REPEATS)
+            out[durability]["raw_gb_per_s"] = round(raw / out[durability]["median_ms"] / 1e6, 2)
+        out["object_mb"] = round(writer.put(sample).byte_count / 1e6, 1)
     return out
 
 
-def reply(payload: Payload, *, head: int) -> tuple[bytes, dict[str, Any]]:
-    """vLLM's reply (0.32's form) to a prompt of 256 tokens, as bytes, and the request."""
-    ids = payload.token_ids.tolist()
-    routing, heads, masks = (payload.fields[n] for n in ("routed_experts", "top_logprobs", "sampling_mask"))
+def reply(sample: Payload, *, head: int) -> tuple[bytes, dict[str, Any]]:
+    """vLLM's reply (0.32's form), as bytes, and the request."""
+    ids = sample.token_ids.tolist()
+    routing, heads, masks = (sample.fields[n] for n in ("routed_experts", "top_logprobs", "sampling_mask"))
     assert isinstance(routing, Dense)
     assert isinstance(heads, Ragged)
     assert isinstance(masks, Ragged)
-    rows = len(ids) - 256
-    cut = {n: v.reshape(rows, HEAD)[:, :head].reshape(-1) for n, v in heads.columns.items()}
+    prompt = len(ids) // PROMPT_SHARE
+    rows = len(ids) - prompt
+    cut = {n: v.reshape(rows, SHAPE.head)[:, :head].reshape(-1) for n, v in heads.columns.items()}
     counts = np.full(rows, head, np.int32)
-    content = encode_content(token_ids=ids[256:], logprobs=np.full(rows, -1.0, np.float32), heads=Ragged(counts, cut))
+    content = encode_content(token_ids=ids[prompt:], logprobs=np.full(rows, -1.0, np.float32), heads=Ragged(counts, cut))
     choice = {
         "index": 0,
-        "token_ids": ids[256:],
+        "token_ids": ids[prompt:],
         "logprobs": {"content": content},
         "finish_reason": "length",
         "routed_experts": encode_routed_experts(routing.rows[:-1]),
     }
     if head > 1:  # with masks, whose ids hold the sampled token
-        lists = encode_sampling_mask(Ragged(masks.counts[256:], masks.columns))
-        choice["sampling_mask"] = [[t, *(i for i in row[1:] if i != t)] for t, row in zip(ids[256:], lists, strict=True)]
-    body = {"token_ids": ids[:256], "sampling_params": {}}
+        lists = encode_sampling_mask(Ragged(masks.counts[prompt:], masks.columns))
+        choice["sampling_mask"] = [[t, *(i for i in row[1:] if i != t)] for t, row in zip(ids[prompt:], lists, strict=True)]
+    body = {"token_ids": ids[:prompt], "sampling_params": {}}
     return json.dumps({"request_id": "r", "choices": [choice]}, separators=(",", ":")).encode(), body
 
 
 async def adapters(tokens: int) -> dict[str, Any]:
-    payload = make(tokens)
-    cases = (("routing and sampled logprobs", 1), ("heads of 8 and masks", 8), (f"heads of {HEAD} and masks", HEAD))
-    return {label: await one_reply(*reply(payload, head=head), head=head) for label, head in cases}
+    sample = payload(SHAPE, tokens)
+    cases = (("routing and sampled logprobs", 1), ("heads of 8 and masks", 8), (f"heads of {SHAPE.head} and masks", SHAPE.head))
+    return {label: await one_reply(*reply(sample, head=head), head=head) for label, head in cases}
 
 
 async def one_reply(raw: bytes, body: dict[str, Any], *, head: int) -> dict[str, Any]:
@@ -186,21 +101,58 @@ async def one_reply(raw: bytes, body: dict[str, Any], *, head: int) -> dict[str,
 
 
 async def measure(sizes: list[int]) -> dict[str, Any]:
-    out: dict[str, Any] = {"machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"}
+    """Everything, of every size."""
+    out: dict[str, Any] = {"machine": machine(), "load": round(os.getloadavg()[0], 1)}
     out["idle"] = await idle()
     with tempfile.TemporaryDirectory() as folder:
         out["keep"] = {str(n): await keep(n, folder) for n in sizes}
-    out["adapters"] = {str(n): await adapters(n) for n in sizes if n <= 32_768}
+    out["adapters"] = {str(n): await adapters(n) for n in sizes if n <= ADAPTED_TOKENS_MAX}
     return out
 
 
+def section(found: dict[str, Any]) -> Iterator[str]:
+    """The lines of docs/results.md."""
+    quiet = found["idle"]
+    yield f"`python -m tools.keep_cost` on {found['machine']} (load {found['load']:g} at first); raw values in `docs/results/keep.json`."
+    yield f"The idle event loop's 1 ms timer was late by {quiet['p99_ms']} ms (p99), {quiet['longest_ms']} at most."
+    yield ""
+    yield "| tokens | arrays | object | put, rename only | put, with fsync | timer late, p99 / longest | RSS before / during / after |"
+    yield "|---|---|---|---|---|---|---|"
+    for tokens, k in found["keep"].items():
+        rename, pause, rss = k["process"], k["process"]["pause"], k["process"]["rss_mib"]
+        yield (
+            f"| {int(tokens):,} | {k['raw_mb']} MB | {k['object_mb']} MB | {rename['median_ms']} ms | {k['node']['median_ms']} ms"
+            f" | {pause['p99_ms']} / {pause['longest_ms']} ms | {rss['before']} / {rss['during']} / {rss['after']} MiB |"
+        )
+    for tokens, replies in found["adapters"].items():
+        yield ""
+        yield f"| reply to {int(tokens):,} tokens | size | env server's adapter | its timer late, p99 / longest | middleware |"
+        yield "|---|---|---|---|---|"
+        for name, r in replies.items():
+            read, other = r["env server"], f"{r['middleware']['median_ms']} ms" if "middleware" in r else "-"
+            pause = read["pause"]
+            yield f"| {name} | {r['reply_mb']} MB | {read['median_ms']} ms | {pause['p99_ms']} / {pause['longest_ms']} ms | {other} |"
+    yield ""
+    yield PROSE
+
+
+PROSE: Final = """\
+Heads of 128 over 16,384 tokens are 113 MB of JSON. They once took 2.2 s of processor time: 1.3 s in two sorts of all candidates (now rows
+are sorted side by side, `fsref/wire/rows.py`), the rest in parsing piece by piece; now it is 0.6 s together. The one search that held
+the interpreter for 16 ms goes a megabyte at a time. What is left of a long pause on a busy machine is a thread that the system takes off
+its core while it holds the interpreter."""
+
+
 def main(sizes: list[int]) -> int:
-    found = asyncio.run(measure(sizes))
+    """The command line."""
+    found = asyncio.run(measure(sizes or list(SIZES)))
     text = json.dumps(found, indent=1) + "\n"
     print(text)
-    OUT.write_text(text, encoding="utf-8")
+    if not sizes:
+        OUT.write_text(text, encoding="utf-8")
+        replace_section("What keeping costs", list(section(found)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(a) for a in sys.argv[1:]] or [16_384, 131_072]))
+    sys.exit(main([int(a) for a in sys.argv[1:]]))

@@ -214,6 +214,45 @@ def doctor(
     raise typer.Exit(body("fsref.cli.check")(root, config=config, json=json))
 
 
+@app.command(rich_help_panel=LOOKING)
+def bench(
+    what: Annotated[str, typer.Argument(help="fetch, keep, codecs, memory, ledger, scaling, or all.")] = "fetch",
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and lengths: what README shows, in a few minutes.")] = False,
+    least: Annotated[bool, typer.Option("--least", help="As little as possible: whether it works, not how fast.")] = False,
+    shape: Annotated[str, typer.Option("--shape", help="qwen3-30b, deepseek-v3 or experts-512.")] = "qwen3-30b",
+    heads: Annotated[bool, typer.Option("--heads/--no-heads", help="With top-k heads of 128.")] = True,
+    masks: Annotated[bool, typer.Option("--masks/--no-masks", help="With sampling masks.")] = True,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a sample.")] = 16_384,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples that are fetched at once.")] = 4,
+    kept: Annotated[float, typer.Option("--kept", min=0.01, max=1.0, help="Share of each sample's tokens that truncation leaves.")] = 1.0,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads of every method.")] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=2, help="Rounds, in which every method runs once.")] = 7,
+    skew: Annotated[float, typer.Option("--skew", min=0.0, help="Popularity of experts falls as 1 / rank^skew.")] = 0.7,
+    root: Annotated[str, typer.Option("--root", help="Where objects go: an fsspec URL; a temporary folder else.", show_default=False)] = "",
+    routing: Annotated[
+        str, typer.Option("--routing", help="For codecs: demo (the demo model's router) or an .npy file [tokens, layers, top_k].")
+    ] = "",
+    json: Json = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw rates to this PNG.", show_default=False)] = None,
+) -> None:
+    """Measure fsref on this machine beside the raw limit and beside what one would use instead, all in one run."""
+    options = body("fsref.bench.workload", "Options")(
+        shape=shape,
+        heads=heads,
+        masks=masks,
+        tokens=tokens,
+        samples=samples,
+        kept=kept,
+        threads=threads,
+        repeats=repeats,
+        skew=skew,
+        root=root,
+    )
+    size = "least" if least else "quick" if quick else "full"
+    body("fsref.cli.bench")(what, options, size=size, routing=routing, json=json, plot_to=plot)
+
+
 @app.command(cls=ConfigCommand, rich_help_panel=ROLES, epilog=AnyKey)
 def inference(ctx: typer.Context, config: ConfigFile, verbose: Verbose = False) -> None:
     """Serve the policy: the demo server, or vLLM with the run's settings."""

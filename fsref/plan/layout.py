@@ -19,6 +19,8 @@ from fsref.refs import BYTES_CHUNK_MAX, BYTES_OBJECT_MAX, Field, Schema, TokenRa
 
 ZIP_HEADER_BYTES: Final = 30
 CHUNK_TOKENS_MIN: Final = 2048
+SHUFFLED_VALUES: Final = 8
+"""Blosc leaves a block whose number of values is no multiple of this as it is: nothing is shuffled, so nothing packs."""
 RANGES_TARGET: Final = 16
 ENTRIES_MAX: Final = 4096
 """Entries of an object: chunks and metadata documents."""
@@ -110,6 +112,7 @@ class Layout:
             out += [Array(f"{field.name}/{name}", dtype, (tokens,), (step,), field, name, flat=False) for name, dtype in per_token]
             values = self._values(field)
             per_chunk = max(1, -(-values // max(1, self.range_count)))
+            per_chunk += -per_chunk % SHUFFLED_VALUES
             out += [Array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field, c.name, flat=True) for c in field.columns]
         return tuple(out)
 

@@ -23,12 +23,12 @@ def test_chunk_tokens_follow_the_rule(tokens: int, expected: int) -> None:
 
 def test_a_flat_chunk_stands_with_the_range_that_holds_its_first_value() -> None:
     run_schema = schema()
-    sums = {"sampling_mask": [10, 10, 12]}
+    sums = {"sampling_mask": [20, 20, 24]}
     layout = Layout(run_schema, ("sampling_mask",), 6000, sums)
     assert layout.range_count == 3
     placed = [(c.name, c.range_index) for c in layout.chunks if layout.arrays[c.array].column == "ids"]
     assert placed == [("sampling_mask/ids/c/0", 0), ("sampling_mask/ids/c/1", 0), ("sampling_mask/ids/c/2", 0)]
-    last = Layout(run_schema, ("sampling_mask",), 6000, {"sampling_mask": [2, 2, 12]})
+    last = Layout(run_schema, ("sampling_mask",), 6000, {"sampling_mask": [4, 4, 24]})
     assert [c.range_index for c in last.chunks if last.arrays[c.array].column == "ids"] == [0, 2, 2]
 
 

@@ -1,0 +1,109 @@
+"""Interleaved repeats: every method once per round, in a rotating order, so that what else the machine does meets all of them alike.
+
+Owns timing and its statistics. Refuses to know what is measured.
+"""
+
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each round."""
+
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    """Of this process, all threads."""
+
+    def figures(self, raw_bytes: int = 0) -> dict[str, float]:
+        """Median, least and most, in milliseconds; with ``raw_bytes`` also GB/s at the median."""
+        median = statistics.median(self.wall_s)
+        out = {
+            "ms": round(median * 1e3, 3),
+            "ms_min": round(min(self.wall_s) * 1e3, 3),
+            "ms_max": round(max(self.wall_s) * 1e3, 3),
+            "cpu_ms": round(statistics.median(self.cpu_s) * 1e3, 3),
+        }
+        return out | ({"gb_per_s": round(raw_bytes / median / 1e9, 2)} if raw_bytes else {})
+
+
+def interleaved(cases: Mapping[str, Callable[[], Any]], *, repeats: int, warm: int = 1) -> dict[str, Timing]:
+    """Times every case ``repeats`` times. Rounds start with another case each time; ``warm`` rounds before them are not counted."""
+    names = list(cases)
+    wall: dict[str, list[float]] = {n: [] for n in names}
+    cpu: dict[str, list[float]] = {n: [] for n in names}
+    for round_ in range(-warm, repeats):
+        for n in range(len(names)):
+            name = names[(n + round_) % len(names)]
+            gc.collect()
+            gc.disable()
+            try:
+                start_cpu, start = time.process_time(), time.perf_counter()
+                cases[name]()
+                seconds, seconds_cpu = time.perf_counter() - start, time.process_time() - start_cpu
+            finally:
+                gc.enable()
+            if round_ >= 0:
+                wall[name].append(seconds)
+                cpu[name].append(seconds_cpu)
+    return {n: Timing(tuple(wall[n]), tuple(cpu[n])) for n in names}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one method is as another: by round, so that both met the same machine."""
+
+    median: float
+    least: float
+    most: float
+    cpu: float
+    """The same by processor time of this process, which other work on the machine disturbs less."""
+
+    def text(self) -> str:
+        """``1.25 (1.20-1.31)``."""
+        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
+
+
+def ratio(timings: Mapping[str, Timing], fast: str, slow: str) -> Ratio | None:
+    """Speed of ``fast`` over that of ``slow``; None where one was not measured."""
+    if fast not in timings or slow not in timings:
+        return None
+    each = [s / f for s, f in zip(timings[slow].wall_s, timings[fast].wall_s, strict=True)]
+    cpu = statistics.median(timings[slow].cpu_s) / max(statistics.median(timings[fast].cpu_s), 1e-9)
+    return Ratio(round(statistics.median(each), 3), round(min(each), 3), round(max(each), 3), round(cpu, 3))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(share * 1000) // 1000) - 1)] if ordered else 0.0
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_growth(work: Callable[[], Any]) -> int:
+    """Bytes by which ``work`` raised the resident memory at its highest; -1 where the system does not let the mark be reset."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return -1
+    before = rss_bytes()
+    work()
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    highest = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    return max(0, highest - before)
+
+
+def machine() -> str:
+    """For people: cores, processor, Python."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
