@@ -1,6 +1,6 @@
 """From what the loader handed out to what goes through the model: fetched micro batches as they are, dropped ones as stand-ins."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -44,6 +44,16 @@ def on_device(batch: PackedMicroBatch, device: torch.device) -> PackedMicroBatch
     moved = _moved(batch, device)
     assert isinstance(moved, PackedMicroBatch)
     return moved
+
+
+def copied_to(device: torch.device) -> Callable[[], None] | None:
+    """Waits for the copies to ``device`` that were begun so far; None where nothing is copied."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -26,10 +26,9 @@ from fsref.refs import Schema, TokenRange
 from fsref.slices import SliceBuffers, buffer_bytes, fields_wanted
 from fsref.steps import MicroBatch, RankFile, step_name
 from fsref.store import Store
-from fsref.tensors import PackedMicroBatch, rank_batch, rank_tokens
+from fsref.tensors import ExpertIds, PackedMicroBatch, rank_batch, rank_tokens, slice_dtype
 
 _log: Final = logging.getLogger(__name__)
-EXPERT_DTYPE: Final = "int32"
 ASSEMBLERS: Final = 2
 """Micro batches in flight: one is decoded while the next one's buffers are made."""
 
@@ -77,14 +76,17 @@ class StepFetcher:
         at: Coordinate | None = None,
         cache: NodeCache | None = None,
         allocate: Allocate = pageable,
+        expert_ids: ExpertIds = "int32",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``parallel``, ``at``: the layout and this rank's place in it; without, all of every micro batch. ``cache``: what the ranks of
         this node fetch once for all of them; the caller closes it, after this. ``allocate`` makes the memory of arrays, which is used
-        again when no tensor refers to it. ``now``: the clock of the metrics.
+        again when no tensor refers to it. ``expert_ids``: their form in the tensors. ``now``: the clock of the metrics.
 
-        Raises ``ConfigError`` for a layout that does not fit the schema.
+        Raises ``ConfigError`` for a layout, or a form of ids, that does not fit the schema.
         """
+        self.expert_ids: ExpertIds = expert_ids
+        self.expert_dtype = slice_dtype(schema, expert_ids)
         self.schema, self._config = schema, config
         self.parallel, self._at = parallel or Parallel(), at or Coordinate()
         self.parallel.check(schema)
@@ -219,7 +221,7 @@ class _MicroBatchFetch:
         self._plan = self._fetch.rows.plan(
             self._number, owner.schema, request_bytes_max=reader.request_bytes_max, gap_bytes_max=reader.gap_bytes_max
         )
-        return Room(held=buffer_bytes(self._plan, owner.schema, expert_dtype=EXPERT_DTYPE), passing=self._plan.read.byte_count)
+        return Room(held=buffer_bytes(self._plan, owner.schema, expert_dtype=owner.expert_dtype), passing=self._plan.read.byte_count)
 
     def start(self) -> None:
         assert self._plan is not None
@@ -229,7 +231,7 @@ class _MicroBatchFetch:
             owner.schema,
             step=fetch.rank.step * owner.parallel.data + fetch.rank.data_rank,
             expert_shards=owner.parallel.expert_shards,
-            expert_dtype=EXPERT_DTYPE,
+            expert_dtype=owner.expert_dtype,
             empty=owner.memory.empty,
         )
         self._reads = owner.reader.submit(self._plan.read, self._buffers.out, step=fetch.rank.step, tally=fetch.read)
@@ -242,4 +244,5 @@ class _MicroBatchFetch:
             raise errors[0]
         micro_batch = self._fetch.rank.micro_batches[self._number]
         owner.compare(self._fetch, micro_batch, self._plan)
-        return rank_batch(micro_batch, self._buffers.finish(), owner.schema, bytes_read=self._plan.read.byte_count)
+        got, byte_count = self._buffers.finish(), self._plan.read.byte_count
+        return rank_batch(micro_batch, got, owner.schema, expert_ids=owner.expert_ids, bytes_read=byte_count)

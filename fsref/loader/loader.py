@@ -20,7 +20,7 @@ from fsref.config import Config
 from fsref.errors import FsrefError, RoleFailed, StepError, StoreUnavailable
 from fsref.journal import RunInfo, read_run
 from fsref.loader.agreement import Agreement, Taken, agree
-from fsref.loader.batch import ready_batches
+from fsref.loader.batch import copied_to, ready_batches
 from fsref.loader.commit import Committer, Removed, StepLedger
 from fsref.loader.feed import Published, StepFeed
 from fsref.loader.fetch import StepFetcher
@@ -32,7 +32,7 @@ from fsref.plan import PackedRows
 from fsref.reaper import StepHolder
 from fsref.steps import MicroBatch, RankFile, StepInfo, step_name, sum_of
 from fsref.store import Store, open_root
-from fsref.tensors import PackedMicroBatch
+from fsref.tensors import ExpertIds, PackedMicroBatch, memory_for
 
 ROUND_S: Final = 0.5
 """How often waiting ranks tell each other that they still wait, and whether to stop."""
@@ -84,18 +84,22 @@ class StepLoader:
         *,
         first: int,
         stopping: Callable[[], bool] = lambda: False,
+        expert_ids: ExpertIds = "int32",
     ) -> None:
         """Over open resources, which the caller closes; ``open`` makes them. Collective.
 
         ``first``: the step to begin with, which is the number of optimiser steps that a checkpoint holds; arrays of earlier steps that an
         earlier trainer left are removed after the policy ``trainer.commit``. ``stopping``: asked between steps; where one rank says
-        True, all ranks get no further step.
+        True, all ranks get no further step. ``expert_ids``: the form of expert ids in the tensors.
 
-        Raises ``ConfigError`` for a layout that does not fit the schema, ``LedgerError`` subclasses if rank 0 may not hold the steps.
+        Raises ``ConfigError`` for a layout, or a form of ids, that does not fit the schema, ``LedgerError`` subclasses if rank 0 may not
+        hold the steps.
         """
         self._store, self._ranks, self._config, self._stopping = store, ranks, config, stopping
         self._next, self._last = first, config.run.steps - 1
-        self._stand_ins = StandIns.of(run.schema, ranks.parallel, ranks.at)
+        self._expert_ids: ExpertIds = expert_ids
+        self._stand_ins = StandIns.of(run.schema, ranks.parallel, ranks.at, expert_ids=expert_ids)
+        self._copying: tuple[Taken, Callable[[], None]] | None = None
         self._ledger: StepLedger | None = None
         self._closing, self._outer = ExitStack(), ExitStack()
         with ExitStack() as opening:
@@ -133,6 +137,7 @@ class StepLoader:
         at: Coordinate | None = None,
         device: torch.device | None = None,
         stopping: Callable[[], bool] = lambda: False,
+        expert_ids: ExpertIds = "int32",
     ) -> Self:
         """Opens everything over torch's default process group, which the caller has joined (a single process needs none). Collective.
 
@@ -143,7 +148,7 @@ class StepLoader:
             parallel = Parallel.of(config.trainer.parallel)
             ranks = opening.enter_context(Ranks.over(parallel, at=at, device=device, collective_s=config.trainer.collective_s))
             store, run = ranks.together("opening the run", lambda: _opened(config, opening))
-            loader = cls(store, run, ranks, config, first=first, stopping=stopping)
+            loader = cls(store, run, ranks, config, first=first, stopping=stopping, expert_ids=expert_ids)
             loader._outer = opening.pop_all()
         return loader
 
@@ -171,6 +176,7 @@ class StepLoader:
         self._committer.fetched(rank_file)
         self._committer.after_fetch(step)
         batches, generated = ready_batches(taken, agreement, self._stand_ins, device=self._ranks.device)
+        self._keep_while_copied(taken)
         whole = self._fetcher.whole_rows(step)
         ready = [
             ReadyMicroBatch(n, batch, agreement.dropped[n], _bounds(whole[n]), rank_file.micro_batches[n])
@@ -211,6 +217,10 @@ class StepLoader:
 
     def close(self) -> None:
         """Stops threads, within ``store.abandon_s`` each, and leaves what ``open`` joined. Without ``finish`` steps stay for a restart."""
+        if self._copying is not None:
+            _, wait = self._copying
+            wait()
+            self._copying = None
         self._closing.close()
         self._outer.close()
 
@@ -234,9 +244,27 @@ class StepLoader:
                 section.node_cache_dir, name=run.run_uuid, bytes_max=section.node_cache_bytes, wait_s=section.node_cache_wait_s
             )
             opening.enter_context(cache)
-        return opening.enter_context(
-            StepFetcher(self._store, run.schema, config=section, parallel=ranks.parallel, at=ranks.at, cache=cache)
+        fetcher = StepFetcher(
+            self._store,
+            run.schema,
+            config=section,
+            parallel=ranks.parallel,
+            at=ranks.at,
+            cache=cache,
+            allocate=memory_for(ranks.device),
+            expert_ids=self._expert_ids,
         )
+        return opening.enter_context(fetcher)
+
+    def _keep_while_copied(self, taken: Taken) -> None:
+        """Copies to a device read memory that nothing refers to any more: it is kept until the next step is here. By then they are over,
+        so that nobody waits.
+        """
+        if self._copying is not None:
+            _, wait = self._copying
+            wait()
+        copied = copied_to(self._ranks.device)
+        self._copying = None if copied is None else (taken, copied)
 
     def _published(self, step: int) -> Published | None:
         """The step on all ranks at once, or None on all ranks if one was asked to stop."""

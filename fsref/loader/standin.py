@@ -18,7 +18,7 @@ from torch import Tensor
 from fsref.parallel import Coordinate, Parallel
 from fsref.plan import balanced_rows, held_layers
 from fsref.refs import Field, Schema
-from fsref.tensors import DenseTensor, PackedMicroBatch
+from fsref.tensors import DenseTensor, ExpertIds, PackedMicroBatch, dense_tensor
 
 ROWS_MAX: Final = 4096
 """Rows that are remembered; more would add nothing to the balance."""
@@ -37,18 +37,21 @@ class StandIn:
 class StandIns:
     """Builds stand-ins for one rank; remembers the rows of its last good step."""
 
-    def __init__(self, field: Field | None, *, layers: Sequence[int] | None = None, shards: int = 1) -> None:
-        """``field``: the schema's ``routed_experts``, or None where a run has no routing. ``layers``: the rank's, None for all."""
+    def __init__(
+        self, field: Field | None, *, layers: Sequence[int] | None = None, shards: int = 1, expert_ids: ExpertIds = "int32"
+    ) -> None:
+        """``field``: the schema's ``routed_experts``, or None where a run has no routing. ``layers``: the rank's, None for all.
+        ``expert_ids``: the form of the ids in the batches."""
         self._layers = () if field is None else field.layer_ids if layers is None else held_layers(field, layers)
         self._field = None if field is not None and field.layer_ids and not self._layers else field
-        self._shards = shards
+        self._shards, self._expert_ids = shards, expert_ids
         self._last: Tensor | None = None
 
     @classmethod
-    def of(cls, schema: Schema, parallel: Parallel, at: Coordinate) -> "StandIns":
+    def of(cls, schema: Schema, parallel: Parallel, at: Coordinate, *, expert_ids: ExpertIds = "int32") -> "StandIns":
         """For one rank of a layout."""
         field = next((f for f in schema.fields if f.name == ROUTING), None)
-        return cls(field, layers=parallel.layers(at), shards=parallel.expert_shards)
+        return cls(field, layers=parallel.layers(at), shards=parallel.expert_shards, expert_ids=expert_ids)
 
     def learn(self, batches: Iterable[PackedMicroBatch]) -> None:
         """Remembers real rows of those micro batches of a step that train, before its stand-ins are built; keeps the older ones if there
@@ -74,7 +77,7 @@ class StandIns:
         if self._field is None:
             return StandIn(batch, generated=False)
         if self._last is None:
-            rows = torch.from_numpy(self._generated(self._field, token_count)).to(device)
+            rows = dense_tensor(self._generated(self._field, token_count), self._field, self._expert_ids).to(device)
         else:
             rows = self._last[torch.arange(token_count, device=device) % len(self._last)]
         routing = DenseTensor(

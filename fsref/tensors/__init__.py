@@ -2,7 +2,7 @@
 
 Every field is marked for what is real in it, and the result is byte for byte what the same arrays carried inline would give. Refuses I/O
 and policy. Needs the extra ``torch``. ``dtypes`` (what stored numbers become), ``fields`` and ``batch`` (the structures), ``ranks`` (what a
-rank read, as tensors), ``gather`` and ``layouts`` (the same tokens in another order).
+rank read, as tensors), ``pinned`` (memory on the way to a GPU), ``gather`` and ``layouts`` (the same tokens in another order).
 """
 
 from fsref.errors import MissingExtra
@@ -13,7 +13,7 @@ except ImportError as e:
     raise MissingExtra.of("torch", "torch") from e
 
 from fsref.tensors.batch import PackedMicroBatch, pack_tokens
-from fsref.tensors.dtypes import ExpertIds, slice_dtype
+from fsref.tensors.dtypes import ExpertIds, dense_tensor, slice_dtype
 from fsref.tensors.fields import DenseTensor, Densified, RaggedTensor
 from fsref.tensors.gather import PaddingCells
 from fsref.tensors.layouts import (
@@ -26,6 +26,7 @@ from fsref.tensors.layouts import (
     in_order,
     padded,
 )
+from fsref.tensors.pinned import memory_for, pinned
 from fsref.tensors.ranks import rank_batch, rank_tokens
 
 __all__ = [
@@ -41,9 +42,12 @@ __all__ = [
     "RaggedTensor",
     "RightPadded",
     "arranged",
+    "dense_tensor",
     "in_order",
+    "memory_for",
     "pack_tokens",
     "padded",
+    "pinned",
     "rank_batch",
     "rank_tokens",
     "slice_dtype",
