@@ -91,3 +91,30 @@ def test_what_cannot_be_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     mine = record()
     monkeypatch.setattr(Path, "read_text", refuse)
     assert not address.gone(mine)
+
+
+def test_a_record_of_another_start_of_the_job_is_stale() -> None:
+    mine = record(attempt="12.1")
+    assert not address.stale(mine, run_uuid=UUID, attempt="12.1")
+    assert address.stale(mine, run_uuid=UUID, attempt="12.0")
+    assert address.stale(mine, run_uuid=UUID)
+    assert address.stale(record(), run_uuid=UUID, attempt="12.1")
+
+
+def test_the_inference_of_a_job_is_found_by_node(tmp_path: Path) -> None:
+    found = record(node="n1", address="http://10.0.0.1:8000")
+    address.publish(address.inference_path(tmp_path, "n1"), found)
+    assert address.find_inference(tmp_path) == [(tmp_path / "inference/n1.address", found)]
+
+
+def test_a_file_that_cannot_be_read_just_now_is_left_to_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = address.address_path(tmp_path, split="train", name="demo", node="n1")
+    address.publish(path, record())
+
+    def stale_handle(_: Path) -> address.Address | None:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(address, "read", stale_handle)
+        assert address.find(tmp_path, split="train", name="demo") == []
+    assert len(address.find(tmp_path, split="train", name="demo")) == 1

@@ -22,14 +22,14 @@ from fsref.orchestrator.dispatcher import Dispatcher
 from fsref.orchestrator.evaluation import evaluate, tally_metrics
 from fsref.orchestrator.filters import Rules, Selection, select
 from fsref.orchestrator.groups import Source, samples_of
-from fsref.orchestrator.metrics import batch_metrics, selection_metrics
+from fsref.orchestrator.metrics import batch_metrics, replica_metrics, selection_metrics
 from fsref.orchestrator.waiting import to_its_end, together
 from fsref.orchestrator.weights import Version
 from fsref.refs import Schema
 from fsref.store import Store
 
 if TYPE_CHECKING:
-    from fsref.episodes import Task
+    from fsref.episodes import ReplicaCounts, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,8 @@ class Loop:
     """Bytes that env servers sent since the start."""
     first: int = 0
     """The step to begin with."""
+    replicas: "Callable[[], Mapping[str, ReplicaCounts]]" = dict
+    """What each env-server replica did, by label."""
     _wire_before: int = field(default=0, init=False)
 
     async def run(self) -> None:
@@ -149,6 +151,7 @@ class Loop:
                     **self.custody.flush(),
                     **laps,
                     **memory_metrics(),
+                    **replica_metrics(self.replicas()),
                     "wire/bytes_received": float(wire - self._wire_before),
                     "steps/file_bytes": float(sum(map(len, batch.files))),
                     "steps/micro_batches": float(batch.info.micro_batches),

@@ -121,6 +121,7 @@ def _loop(config: Config, session: Session, version: Version, hook: Hook, start:
         hook=hook,
         wire_bytes=session.wire_bytes,
         first=start.step,
+        replicas=session.replicas,
     )
 
 

@@ -3,14 +3,18 @@
 Names are listed in docs/orchestrator.md. Sizes of arrays come from the references' statistics; no array is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 from fsref.orchestrator.filters import Selection
 from fsref.orchestrator.groups import Group, rewards_of
 from fsref.orchestrator.samples import Sample
 from fsref.plan import State, missing_ranges, states
 from fsref.refs import Lint, Schema
+
+if TYPE_CHECKING:
+    from fsref.episodes import ReplicaCounts
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -28,6 +32,14 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         out |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
     if traces:
         out |= {"traces/turns_mean": fmean(t.turns for t in traces), "traces/sampled_tokens_mean": fmean(t.sampled_tokens for t in traces)}
+    return out
+
+
+def replica_metrics(counts: "Mapping[str, ReplicaCounts]") -> dict[str, float]:
+    """What each env-server replica did since the orchestrator started, by its label."""
+    out = {"replicas/alive": float(sum(c.alive for c in counts.values()))} if counts else {}
+    for label, c in counts.items():
+        out |= {f"replicas/{label}/finished": float(c.finished), f"replicas/{label}/deaths": float(c.deaths)}
     return out
 
 

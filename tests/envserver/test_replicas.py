@@ -1,6 +1,7 @@
 """Several replicas of one source: where runs go, and what happens when one dies and comes back."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def test_runs_go_to_the_replica_with_the_fewest_and_fail_over_when_it_dies(run: 
             replica.process.kill()
 
 
-def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(
+def test_addresses_of_dead_processes_other_runs_and_other_starts_are_not_connected_to(
     run: Run, shared: Callable[[str], Replica], engine: Engine
 ) -> None:
     del engine
@@ -54,19 +55,54 @@ def test_addresses_of_dead_processes_and_other_runs_are_not_connected_to(
     assert alive is not None
     gone = msgspec.structs.replace(alive, label="lone-7", pid=2**22 + 1, nonce="0" * 16)
     other = msgspec.structs.replace(alive, label="lone-8", run_uuid="0" * 32, nonce="1" * 16)
-    files = [path.with_name(f"lone.local-{n}.address") for n in (7, 8)]
+    earlier = msgspec.structs.replace(alive, label="lone-9", attempt="7.0", nonce="2" * 16)
+    files = [path.with_name(f"lone.local-{n}.address") for n in (7, 8, 9)]
 
     async def body(client: EpisodeClient) -> None:
         assert (await client.run(task(), target=run.target, sampling=SAMPLING)).ok
         assert set(client.counts()) == {"lone-0"}
 
-    for file, record in zip(files, (gone, other), strict=True):
+    for file, record in zip(files, (gone, other, earlier), strict=True):
         publish(file, record)
     try:
         with_client(run, "lone", body)
     finally:
         for file in files:
             file.unlink()
+
+
+def test_a_replica_whose_address_is_withdrawn_is_down_at_once_and_taken_back_when_it_publishes_again(
+    run: Run, shared: Callable[[str], Replica], engine: Engine
+) -> None:
+    """As a node's launcher does that has seen it dead; on another node its process cannot be looked at."""
+    del engine
+    shared("lone")
+    path = address_path(run.folder / "envs", split="train", name="lone", node="local-0")
+    record = read(path)
+    assert record is not None
+
+    async def body(client: EpisodeClient) -> None:
+        path.unlink()
+        await until_async(lambda: not client.counts()["lone-0"].alive, "it is down")
+        assert client.counts()["lone-0"].deaths == 1
+        publish(path, record)
+        await until_async(lambda: client.counts()["lone-0"].alive, "it is taken back")
+        assert (await client.run(task(), target=run.target, sampling=SAMPLING)).ok
+
+    try:
+        with_client(run, "lone", body)
+    finally:
+        publish(path, record)
+
+
+def test_runs_are_sampled_by_the_inference_of_the_replicas_own_node(run: Run, shared: Callable[[str], Replica], engine: Engine) -> None:
+    shared("lone")
+    target = dataclasses.replace(run.target, base_url="http://127.0.0.1:9", by_node={"local-0": engine.url})
+
+    async def body(client: EpisodeClient) -> None:
+        assert (await client.run(task(), target=target, sampling=SAMPLING)).ok
+
+    with_client(run, "lone", body)
 
 
 def test_a_source_without_replicas_says_where_it_looked(run: Run) -> None:

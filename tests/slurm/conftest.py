@@ -13,7 +13,7 @@ import pytest
 from tests.support.slurm import Cluster, cluster
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "slurm.toml"
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 OVER = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
 SMALL = {
     "run.steps": 3,
@@ -122,6 +122,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def job(slurm: Cluster, tmp_path: Path) -> Callable[..., Job]:
-    """Makes a run; ``job("r1").submit()``."""
-    return lambda run_id="r1": Job(slurm, tmp_path / "runs", run_id)
+def job(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a run; ``job("r1").submit()``. What a failed test leaves running is ended."""
+    jobs: list[Job] = []
+
+    def make(run_id: str = "r1") -> Job:
+        jobs.append(Job(slurm, tmp_path / "runs", run_id))
+        return jobs[-1]
+
+    yield make
+    for left in jobs:
+        if left.number and slurm.state(left.number) not in OVER:
+            slurm.command("scancel", left.number)
+            left.ended()
