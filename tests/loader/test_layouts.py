@@ -155,7 +155,8 @@ def test_tensor_parallel_siblings_of_a_node_fetch_what_they_share_once(whole: Wh
         fetcher.release(0)
         fetcher.close()
         cache.close()
-    assert total == pytest.approx(metrics["payload/bytes_fetched"], rel=0.02)  # of one rank alone; requests may bridge small gaps
+    once = metrics["payload/bytes_fetched"]  # of one rank alone
+    assert 0.95 * once <= total <= once  # gaps between chunks that different ranks fetched are not read
 
 
 def test_a_stand_in_has_the_layers_and_the_rows_of_its_rank(whole: Whole) -> None:
