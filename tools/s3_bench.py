@@ -1,7 +1,7 @@
 """Object storage, measured: fsref against what it is made of, on one SeaweedFS server in one run, interleaved.
 
     python -m tools.s3_bench                # all; writes docs/results/s3.json and its section of docs/results.md
-    python -m tools.s3_bench fetch          # one of fetch, publish, bulk; prints only
+    python -m tools.s3_bench fetch          # one of fetch, publish, bulk: the others keep what they had
 
 *fetch*: the reader through its obstore and its s3fs driver, against obstore's and s3fs's own ranged GETs of the same ranges with the same
 decode, and obstore's GETs without. *publish*: ``Store.put`` of encoded objects against a bare PUT of the same bytes. *bulk*: a run of
@@ -51,7 +51,7 @@ LAYERS, TOP_K, EXPERTS = 48, 8, 128
 MIB: Final = 1 << 20
 SIZES: Final = {"64 KiB": (64 << 10, 128), "1 MiB": (MIB, 48), "25 MiB": (25 * MIB, 6)}
 """Stored bytes of an object, and objects of a round."""
-ROUNDS: Final = 7
+ROUNDS: Final = 5
 CONCURRENCY: Final = 8
 BULK: Final = 10_000
 BUCKET: Final = "bench"
@@ -112,23 +112,26 @@ def payloads(codec: Codec, size: int) -> tuple[Schema, EncodedObject]:
 
 
 def interleaved(contestants: dict[str, Callable[[], None]], bytes_round: int, *, base: str) -> dict[str, Speed]:
-    """Every contestant takes its turn in each round, in random order; a first round warms up. ``ratio`` is the median over rounds of its
-    speed relative to that of ``base`` in the same round, so that what else the machine does falls out.
+    """Every contestant takes its turn in each round, in random order; a first round warms up.
+
+    ``ratio`` is the median over rounds of its speed relative to that of ``base`` in the same round, ``cpu`` that of the CPU time that this
+    process spent, the server's not counted: what else the machine does disturbs the first and hardly the second.
     """
     rng = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for number in range(ROUNDS + 1):
         for name in rng.sample(list(contestants), len(contestants)):
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             contestants[name]()
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                took[name].append((time.perf_counter() - began, time.process_time() - spent))
     return {
         name: {
-            "mb_s": bytes_round / statistics.median(took) / 1e6,
-            "ratio": statistics.median(b / t for b, t in zip(seconds[base], took, strict=True)),
+            "mb_s": bytes_round / statistics.median(wall for wall, _ in rounds) / 1e6,
+            "ratio": statistics.median(b[0] / t[0] for b, t in zip(took[base], rounds, strict=True)),
+            "cpu": statistics.median(t[1] / b[1] for b, t in zip(took[base], rounds, strict=True)),
         }
-        for name, took in seconds.items()
+        for name, rounds in took.items()
     }
 
 
@@ -284,10 +287,11 @@ def _bulk(at: Server, name: str, endpoint: str, proxy: FaultProxy | None = None)
 def sections(found: dict[str, Any]) -> list[str]:
     """The section of docs/results.md."""
     head = (
-        f"`python -m tools.s3_bench`: one SeaweedFS server on the same machine ({found['cpus']} cores, which others use too), "
-        f"{CONCURRENCY} requests at a time, median of {ROUNDS} interleaved rounds; MB/s of stored bytes from caches, and in brackets the "
-        f"median of the ratios to obstore's own requests in the same round. Objects are routing rows of {LAYERS} layers, {TOP_K} of "
-        f"{EXPERTS} experts."
+        f"`python -m tools.s3_bench`: one SeaweedFS server on the same machine ({found['cpus']} cores, others use them too), {CONCURRENCY} "
+        f"requests at a time, median of {ROUNDS} interleaved rounds. In a cell: MB/s of stored bytes from caches; speed relative to "
+        f"obstore's own requests in the same round; CPU time of the client relative to theirs. Objects are routing rows of {LAYERS} "
+        f"layers, {TOP_K} of {EXPERTS} experts. On a machine as busy as this one the speeds scatter by a factor of two or more, the CPU "
+        f"times by some per cent."
     )
     lines = [head, ""]
     for label, measured in found["fetch"].items():
@@ -308,7 +312,7 @@ def sections(found: dict[str, Any]) -> list[str]:
 
 def _table(measured: Measured) -> list[str]:
     ways = list(next(iter(measured.values())))
-    cells = {way: [f"{m[way]['mb_s']:.0f} ({m[way]['ratio']:.2f}x)" for m in measured.values()] for way in ways}
+    cells = {way: [f"{m[way]['mb_s']:.0f}, {m[way]['ratio']:.2f}x, {m[way]['cpu']:.2f}x" for m in measured.values()] for way in ways}
     rows = [f"| {way} | {' | '.join(found)} |" for way, found in cells.items()]
     return [f"| | {' | '.join(measured)} |", f"|---|{'---|' * len(measured)}", *rows]
 
@@ -320,13 +324,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         del os.environ[name]
+    path = ROOT / "docs" / "results" / "s3.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if argv and path.exists() else {}
     with server() as at:
-        found: dict[str, Any] = {name: part(at) for name, part in parts.items() if not argv or name in argv}
-    if argv:
-        return 0
+        found |= {name: part(at) for name, part in parts.items() if not argv or name in argv}
     found |= {"cpus": os.cpu_count(), "machine": platform.machine(), "rounds": ROUNDS, "concurrency": CONCURRENCY}
-    (ROOT / "docs" / "results" / "s3.json").write_text(json.dumps(found, indent=1) + "\n")
-    replace_section("Object storage", sections(found))
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    if set(parts) <= set(found):
+        replace_section("Object storage", sections(found))
     return 0
 
 
