@@ -366,7 +366,7 @@ class MetricsSection(Section, frozen=True, kw_only=True):
     mode: Literal["online", "offline"] = "online"
     """Weights & Biases: ``offline`` keeps everything in ``<run_dir>/wandb``, for ``wandb sync``."""
     textfile_dir: str = ""
-    """Prometheus: the node exporter's ``--collector.textfile.directory``; empty: ``run_dir``."""
+    """Prometheus: the node exporter's ``--collector.textfile.directory``; empty: ``<run_dir>/metrics``."""
 
     def __post_init__(self) -> None:
         if "jsonl" not in self.backends or len(set(self.backends)) != len(self.backends):

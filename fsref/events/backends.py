@@ -90,7 +90,7 @@ def _open(name: str, settings: MetricsSettings, run_dir: Path, *, run: str, role
         case "jsonl":
             return JsonLines(run_dir / "metrics.jsonl")
         case "prometheus":
-            folder = Path(settings.textfile_dir) if settings.textfile_dir else run_dir
+            folder = Path(settings.textfile_dir) if settings.textfile_dir else run_dir / "metrics"
             return TextFile(folder / f"fsref-{run}-{role}.prom", run=run, role=role)
         case "wandb":
             return Tracking(

@@ -26,7 +26,7 @@ from fsref.store.base import Store
 
 STORE_PARTS: Final = ("obj", "steps", "ledger")
 """Below the root; the ledger goes after what it proves."""
-RUN_PARTS: Final = ("envs", "logs", "routes", "weights", "checkpoints", "model", "metrics.jsonl", "launcher.lock")
+RUN_PARTS: Final = ("envs", "logs", "routes", "weights", "checkpoints", "model", "metrics", "wandb", "metrics.jsonl", "launcher.lock")
 """In the run's folder, where it is to be purged too; ``config.json`` goes after them."""
 CONFIG: Final = "config.json"
 

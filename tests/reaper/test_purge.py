@@ -36,7 +36,7 @@ def proved(stage: Stage) -> Stage:
     for holder in (env, orc, trn):
         holder.close()
     folder = stage.root / RUN
-    for part in ("logs/envs/train", "weights/step_1", "checkpoints/step_1", "envs", "model"):
+    for part in ("logs/envs/train", "weights/step_1", "checkpoints/step_1", "envs", "model", "metrics", "wandb/offline-run-1"):
         (folder / part).mkdir(parents=True)
         (folder / part / "file").write_text("x")
     for part in ("config.json", "metrics.jsonl", "launcher.lock"):

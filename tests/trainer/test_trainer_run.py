@@ -64,7 +64,7 @@ def test_whoever_was_named_gets_the_figures_of_every_step_under_their_names(smal
     assert [r["step"] for r in steps] == [0, 1]
     for name in ("payload/dropped_micro_batches", "payload/fetch_time", "payload/fetch_time_exposed", "payload/fetch_time_hidden"):
         assert all(name in r for r in steps), name
-        assert f"fsref_{name.replace('/', '_')}{{" in (small.run_dir / f"fsref-{RUN}-trainer.prom").read_text()
+        assert f"fsref_{name.replace('/', '_')}{{" in (small.run_dir / "metrics" / f"fsref-{RUN}-trainer.prom").read_text()
     lines = [{k: v for k, v in r.items() if k not in ("ms", "role")} for r in small.metrics() if "loss/mean" in r]
     assert lines == steps
 
