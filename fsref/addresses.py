@@ -104,12 +104,16 @@ def read(path: Path) -> Address | None:
 
 
 def find(envs_dir: Path, *, split: str, name: str) -> list[tuple[Path, Address]]:
-    """Every published replica of a source, by file name; unreadable files are left out (they are another's, or half a copy)."""
+    """Every published replica of a source, by file name; files with other contents are left out (they are another's, or half a copy).
+
+    Raises ``OSError`` where the folder cannot be looked through just now (a shared filesystem says ESTALE for what was just replaced): look
+    again; nothing is known of who is missing.
+    """
     return _records((envs_dir / split).glob(f"{name}.*.address"))
 
 
 def find_inference(run_dir: Path) -> list[tuple[Path, Address]]:
-    """The published inference servers of a job, by node."""
+    """The published inference servers of a job, by node. Raises ``OSError`` as ``find``."""
     return _records((run_dir / "inference").glob("*.address"))
 
 
@@ -118,7 +122,7 @@ def _records(paths: Iterable[Path]) -> list[tuple[Path, Address]]:
     for path in sorted(paths):
         try:
             record = read(path)
-        except (BadRef, OSError):  # a shared filesystem may say ESTALE for a file that was just replaced: the next look finds it
+        except BadRef:
             continue
         if record is not None:
             found.append((path, record))

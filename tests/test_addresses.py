@@ -107,7 +107,7 @@ def test_the_inference_of_a_job_is_found_by_node(tmp_path: Path) -> None:
     assert address.find_inference(tmp_path) == [(tmp_path / "inference/n1.address", found)]
 
 
-def test_a_file_that_cannot_be_read_just_now_is_left_to_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_looked_through_just_now_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = address.address_path(tmp_path, split="train", name="demo", node="n1")
     address.publish(path, record())
 
@@ -116,5 +116,6 @@ def test_a_file_that_cannot_be_read_just_now_is_left_to_the_next_look(tmp_path: 
 
     with monkeypatch.context() as patch:
         patch.setattr(address, "read", stale_handle)
-        assert address.find(tmp_path, split="train", name="demo") == []
+        with pytest.raises(OSError, match="Stale file handle"):
+            address.find(tmp_path, split="train", name="demo")
     assert len(address.find(tmp_path, split="train", name="demo")) == 1

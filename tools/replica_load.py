@@ -26,12 +26,12 @@ from tools.results import RESULTS, replace_section
 
 REPLICAS: Final = 4
 IN_FLIGHT: Final = 32
-RUNS: Final = 320
-MEMORY_RUNS: Final = 128
+RUNS: Final = 160
+MEMORY_RUNS: Final = 64
 LOOK_S: Final = 0.02
 ANSWER_S: Final = 0.5
 SLOW_S: Final = 2.0
-LONG: Final = {**SAMPLING, "max_tokens": 512, "logprobs": 20}
+LONG: Final = {**SAMPLING, "max_tokens": 256, "logprobs": 20}
 OUT: Final = RESULTS.parent / "results" / "replicas.json"
 
 
@@ -152,7 +152,7 @@ def memory_of(run: Run, env: str, replicas: list[Replica]) -> dict[str, Any]:
             while True:
                 for n, pids in enumerate(families):
                     peaks[n] = max(peaks[n], pss_bytes(pids))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.25)
 
         looker = asyncio.create_task(look())
         await work(client, run, runs=MEMORY_RUNS, by_node={}, sampling=LONG)

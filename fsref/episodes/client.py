@@ -248,7 +248,11 @@ class EpisodeClient:
     async def _find(self) -> None:
         """Connects to replicas as their address files appear or change, and anew to one that was given up and lives."""
         while True:
-            found = await asyncio.to_thread(find, self._envs_dir, split=self._env.split, name=self._env.name)
+            try:
+                found = await asyncio.to_thread(find, self._envs_dir, split=self._env.split, name=self._env.name)
+            except OSError:  # the next look will do; what was not seen is not withdrawn
+                await asyncio.sleep(_POLL_S)
+                continue
             for replica in self._replicas.values():
                 if replica.alive and replica.label not in {record.label for _, record in found}:
                     self._withdrawn(replica)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from fsref.addresses import find_inference, stale
+from fsref.addresses import Address, find_inference, stale
 from fsref.config import Config
 from fsref.errors import RoleFailed
 from fsref.journal import RunInfo
@@ -27,6 +27,13 @@ class Servers:
     """Address by node name; empty where the config names the only one."""
 
 
+async def _published(run_dir: Path) -> list[Address]:
+    try:
+        return [r for _, r in await asyncio.to_thread(find_inference, run_dir)]
+    except OSError:
+        return []  # the next look will do
+
+
 async def find_servers(config: Config, info: RunInfo) -> Servers:
     """Waits until every inference node has published, up to ``orchestrator.replica_wait_s`` seconds. Raises ``RoleFailed``."""
     wanted, wait_s = config.inference.servers, config.orchestrator.replica_wait_s
@@ -37,7 +44,7 @@ async def find_servers(config: Config, info: RunInfo) -> Servers:
     try:
         async with asyncio.timeout(wait_s):
             while len(found) < wanted:
-                records = [r for _, r in await asyncio.to_thread(find_inference, run_dir)]
+                records = await _published(run_dir)
                 found = {r.node: r.address for r in records if not stale(r, run_uuid=info.run_uuid, attempt=config.run.attempt)}
                 if len(found) < wanted:
                     await asyncio.sleep(POLL_S)

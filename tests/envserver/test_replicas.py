@@ -72,7 +72,7 @@ def test_addresses_of_dead_processes_other_runs_and_other_starts_are_not_connect
 
 
 def test_a_replica_whose_address_is_withdrawn_is_down_at_once_and_taken_back_when_it_publishes_again(
-    run: Run, shared: Callable[[str], Replica], engine: Engine
+    run: Run, shared: Callable[[str], Replica], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a node's launcher does that has seen it dead; on another node its process cannot be looked at."""
     del engine
@@ -82,6 +82,17 @@ def test_a_replica_whose_address_is_withdrawn_is_down_at_once_and_taken_back_whe
     assert record is not None
 
     async def body(client: EpisodeClient) -> None:
+        with monkeypatch.context() as patch:
+            looked = asyncio.Event()
+
+            def stale_handle(*_: object, **__: object) -> None:
+                loop.call_soon_threadsafe(looked.set)
+                raise OSError(116, "Stale file handle")
+
+            loop = asyncio.get_running_loop()
+            patch.setattr("fsref.episodes.client.find", stale_handle)
+            await asyncio.wait_for(looked.wait(), 60)
+            assert client.counts()["lone-0"].alive  # what cannot be looked at is not withdrawn
         path.unlink()
         await until_async(lambda: not client.counts()["lone-0"].alive, "it is down")
         assert client.counts()["lone-0"].deaths == 1

@@ -77,7 +77,10 @@ def _serves(config: Config, address: str) -> bool:
     """Whether every inference node has published, which it does once its server answers; or the server that the config names."""
     if not config.inference.servers:
         return answers(address)
-    there = [r for _, r in find_inference(Path(config.run.run_dir)) if r.attempt == config.run.attempt]
+    try:
+        there = [r for _, r in find_inference(Path(config.run.run_dir)) if r.attempt == config.run.attempt]
+    except OSError:
+        return False  # the next look will do
     return len(there) >= config.inference.servers
 
 
