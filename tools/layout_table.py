@@ -1,11 +1,12 @@
 """What the ranks of parallel layouts read of one micro batch. Writes docs/results/layouts.json and its section of docs/results.md.
 
-    python -m tools.layout_table         # half a minute
+    python -m tools.layout_table         # two minutes
 
 Four sequences of Qwen3-30B-A3B's shape (48 layers, 8 of 128 experts, heads of 128, masks of up to 64 for every completion token), in
 objects whose chunks hold all layers, or six. Every stage reads the routing of its layers, the last one heads and masks too, as the loss is
-there. *needed* are the stored bytes of the chunks that hold a row, or a value of the token range, of a token of the rank. Every slice is
-compared, byte for byte, with slicing the arrays as they were before they were stored.
+there. *read* and *requests* are what each rank's loader counts while it fetches its micro batch as tensors, under the request limits of a
+local and of a network store. *needed* are the stored bytes of the chunks that hold a row, or a value of the token range, of a token of the
+rank. Every tensor is compared, byte for byte, with slicing the arrays as they were before they were stored.
 """
 
 import json
@@ -16,33 +17,24 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsref.plan import (
-    ContextLayout,
-    PackedRows,
-    SlicePlan,
-    Source,
-    balanced_rows,
-    check_stages,
-    decode_index,
-    packed,
-    padding_count,
-    plan_slice,
-    rank_layers,
-    rank_rows,
-)
-from fsref.reader import GAP_BYTES_REMOTE, REQUEST_BYTES_REMOTE, Reader
+from fsref.config import StoreSection
+from fsref.loader.fetch import StepFetcher
+from fsref.parallel import Coordinate, Parallel, StepRows
+from fsref.plan import ContextLayout, PackedRows, balanced_rows, decode_index
 from fsref.refs import Dense, FieldData, Payload, PayloadRef, Ragged, Schema, routed_experts, sampling_mask, top_logprobs
-from fsref.slices import SliceBuffers
-from fsref.store import open_root
+from fsref.steps import MicroBatch, RankFile, SampleSequence
+from fsref.store import Store, open_root
+from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
 from fsref.writer import Receipts, Writer
 from tests.support import layouts
+from tests.support.faultystore import FaultyStore
 from tools.results import replace_section
 
 LAYERS, TOP_K, EXPERTS, HEAD, MASK, VOCAB = 48, 8, 128, 128, 64, 151_936
@@ -56,19 +48,19 @@ STAGES: dict[int, list[list[list[int]]]] = {
 }
 """All layers; two uneven stages; three with two virtual stages each, not contiguous."""
 HEAD_TEXT = """
-`python -m tools.layout_table`: what each rank reads of one micro batch of {count} sequences ({sizes} tokens; 48 x 8 of 128 experts, heads,
-masks). Each stage reads the routing of its layers, the last one heads and masks too. Pipelines: all layers; 18 and 30; three ranks with two
-virtual stages each, not contiguous. Sequences are padded before the split, the batch to a multiple of 8 after it.
+`python -m tools.layout_table`: what each rank's loader reads of one micro batch of {count} sequences ({sizes} tokens; 48 x 8 of 128
+experts, heads, masks). Each stage reads the routing of its layers, the last one heads and masks too. Pipelines: all layers; 18 and 30;
+three ranks with two virtual stages each, not contiguous. Sequences are padded before the split, the batch to a multiple of 8 after it.
 """
 LEGEND_TEXT = """
 *own*: mean share of a rank's own rows in the decoded bytes. A cell has the mean share of the objects that a rank fetches, and its requests
 per sample with a network store's limits. *chunks*: layers in a chunk.
 """
 TAIL_TEXT = """
-Bytes read over the bytes of the chunks that hold a row of the rank: at most {worst:.3f}, over {count} ranks. Byte identity with slicing the
-arrays as they were before they were stored: {identical}. Where a rank fetches more than its own share, the chunks are the reason: 2,048
-tokens each here, so that a sequence of 700 is one chunk that every context rank reads. A stage's layers of successive token ranges do not
-touch in the object, so they are one request each.
+Bytes read over the bytes of the chunks that hold a row of the rank: at most {worst:.3f}, over {count} ranks. Byte identity with slicing
+the arrays as they were before they were stored, every tensor that the loader gave: {identical}. Where a rank fetches more than its own
+share, the chunks are the reason: 2,048 tokens each here, so that a sequence of 700 is one chunk that every context rank reads. A stage's
+layers of successive token ranges do not touch in the object, so they are one request each.
 """
 OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "layouts.json"
 
@@ -78,9 +70,15 @@ class Stored:
     """One form of the micro batch in a store."""
 
     schema: Schema
-    reader: Reader
+    near: Store
+    far: Store
+    """The same, read with the request limits of a network store."""
     payloads: list[Payload]
-    refs: list[PayloadRef]
+    rank_file: RankFile
+
+    @property
+    def refs(self) -> list[PayloadRef]:
+        return [s.ref for s in self.rank_file.micro_batches[0].sequences if s.ref is not None]
 
 
 def make(rng: np.random.Generator, tokens: int) -> Payload:
@@ -98,6 +96,12 @@ def make(rng: np.random.Generator, tokens: int) -> Payload:
     return Payload(rng.integers(0, VOCAB, tokens, np.int32), fields)
 
 
+def sequence(payload: Payload, ref: PayloadRef) -> SampleSequence:
+    count = len(payload.token_ids)
+    zeros = np.zeros(count, "<f4").tobytes()
+    return SampleSequence("sample/0", np.asarray(payload.token_ids, "<i4").tobytes(), bytes(count), zeros, zeros, ref)
+
+
 def cases() -> Iterator[tuple[ContextLayout, int, int]]:
     for layout in ContextLayout:
         for ranks in (1, 2, 4):
@@ -107,34 +111,26 @@ def cases() -> Iterator[tuple[ContextLayout, int, int]]:
 
 def measure(stored: Stored, layout: ContextLayout, ranks: int, pipeline: int) -> dict[str, Any]:
     """All ranks of one layout."""
+    parallel = Parallel(
+        context=ranks, layout=layout, pipeline=pipeline, stages=STAGES[pipeline], multiple=MULTIPLE, expert_shards=SHARDS,
+    )  # fmt: skip
     rooms = [layouts.room_of(n, layout, ranks, 0) for n in TOKENS]
     expected = layouts.rank_rows(list(enumerate(rooms)), layout, ranks=ranks, multiple=MULTIPLE)
-    step = packed([0, *accumulate(TOKENS)], [0, *accumulate(rooms)])
-    check_stages(stored.schema.field("routed_experts"), STAGES[pipeline])
     read, needed, local, remote, own, identical = [], [], [], [], [], True
-    for pipeline_rank in range(pipeline):
-        for rank in range(ranks):
-            rows = rank_rows(
-                step, layout, context_rank=rank, context_ranks=ranks, tensor_rank=0, tensor_ranks=1,
-                multiple=MULTIPLE, first_slot=padding_count(step),
-            )  # fmt: skip
-            fields = [f.name for f in stored.schema.fields] if pipeline_rank == pipeline - 1 else ["routed_experts"]
-            layers = rank_layers(STAGES[pipeline], pipeline_rank)
-            limits = {"request_bytes_max": stored.reader.request_bytes_max, "gap_bytes_max": stored.reader.gap_bytes_max}
-            sources = [Source(ref, tuple(fields)) for ref in stored.refs]
-            plan = plan_slice(sources, stored.schema, rows=rows, fields=fields, layers=layers, **limits)
-            far = plan_slice(
-                sources, stored.schema, rows=rows, fields=fields, layers=layers,
-                request_bytes_max=REQUEST_BYTES_REMOTE, gap_bytes_max=GAP_BYTES_REMOTE,
-            )  # fmt: skip
-            samples = len({s.sequence for s in rows.spans()})
-            read.append(plan.read.byte_count)
-            needed.append(needed_bytes(stored, rows, fields, layers))
-            local.append(plan.read.request_count / samples)
-            remote.append(far.read.request_count / samples)
-            alike, mine = same(stored, plan, expected[rank], layers)
-            identical &= alike
-            own.append(mine)
+    for pipeline_rank, rank in product(range(pipeline), range(ranks)):
+        at = Coordinate(context=rank, pipeline=pipeline_rank)
+        rows = StepRows(parallel, at, stored.rank_file.micro_batches).of(0)
+        layers = parallel.layers(at) or tuple(range(LAYERS))
+        batch, counted = fetched(stored, stored.near, parallel, at)
+        _, far = fetched(stored, stored.far, parallel, at)
+        samples = len({s.sequence for s in rows.spans()})
+        read.append(int(counted["payload/bytes_fetched"]))
+        needed.append(needed_bytes(stored, rows, parallel.fields(stored.schema, at), layers))
+        local.append(counted["payload/requests"] / samples)
+        remote.append(far["payload/requests"] / samples)
+        alike, mine = same(stored, batch, rows, expected[rank], layers)
+        identical &= alike
+        own.append(mine)
     objects = sum(ref.byte_count for ref in stored.refs)
     return {
         "layout": str(layout), "context": ranks, "pipeline": pipeline,
@@ -146,6 +142,14 @@ def measure(stored: Stored, layout: ContextLayout, ranks: int, pipeline: int) ->
         "requests_per_sample_network": round(sum(remote) / len(remote), 1),
         "identical": identical,
     }  # fmt: skip
+
+
+def fetched(stored: Stored, store: Store, parallel: Parallel, at: Coordinate) -> tuple[PackedMicroBatch, dict[str, float]]:
+    """The rank's micro batch, and what its loader counted."""
+    with StepFetcher(store, stored.schema, config=StoreSection(), parallel=parallel, at=at) as fetcher:
+        batch = fetcher.take(stored.rank_file)[0]
+        assert isinstance(batch, PackedMicroBatch)
+        return batch, fetcher.metrics(STEP)
 
 
 def needed_bytes(stored: Stored, rows: PackedRows, fields: Sequence[str], layers: Sequence[int]) -> int:
@@ -170,46 +174,45 @@ def needed_bytes(stored: Stored, rows: PackedRows, fields: Sequence[str], layers
     return sum(chunks.values())
 
 
-def decoded_bytes(data: Dense | Ragged, valid: NDArray[np.bool_] | None = None) -> int:
-    """Of the rows that are real."""
-    if isinstance(data, Dense):
-        return (data.rows if valid is None else data.rows[valid]).nbytes
-    rows = len(data.counts) if valid is None else int(valid.sum())
-    return 4 * rows + sum(v.nbytes for v in data.columns.values())
+def decoded_bytes(data: Dense | Ragged) -> int:
+    """Of all rows, as they were stored."""
+    return data.rows.nbytes if isinstance(data, Dense) else data.counts.nbytes + sum(v.nbytes for v in data.columns.values())
 
 
-def same(stored: Stored, plan: SlicePlan, expected: Sequence[layouts.Row], layers: Sequence[int]) -> tuple[bool, int]:
-    """Reads the slice and compares it with the arrays that were stored, cut by the oracle's rows; and the bytes of its real rows."""
-    before = stored.reader.counters.bytes_fetched
-    buffers = SliceBuffers(plan, stored.schema, step=STEP, expert_shards=SHARDS)
-    stored.reader.read_into(plan.read, buffers.out)
-    got = buffers.finish()
-    assert stored.reader.counters.bytes_fetched - before == plan.read.byte_count
+def same(
+    stored: Stored, batch: PackedMicroBatch, rows: PackedRows, expected: Sequence[layouts.Row], layers: Sequence[int]
+) -> tuple[bool, int]:
+    """Compares a rank's tensors with the arrays that were stored, cut by the oracle's rows; and the stored bytes of its real rows."""
     offsets = [0, *accumulate(TOKENS)]
     at = np.asarray([offsets[r[0]] + r[1] if r is not None and r[1] < TOKENS[r[0]] else -1 for r in expected])
-    alike = np.array_equal(got.padding, at < 0)
-    for name, data in got.fields.items():
+    alike, own = np.array_equal(batch.padding.numpy(), at < 0), 0
+    for name, data in batch.fields.items():
         whole = [p.fields[name] for p in stored.payloads]
-        alike &= same_dense(plan, data, whole, at, layers) if isinstance(data, Dense) else same_ragged(data, whole, at)
-    return bool(alike), sum(decoded_bytes(data, got.valid[name]) for name, data in got.fields.items())
+        if isinstance(data, DenseTensor):
+            alike &= same_dense(rows, data, whole, at, layers)
+            own += int(data.valid.sum()) * len(layers) * TOP_K
+        else:
+            alike &= same_ragged(data, whole, at)
+            own += 4 * int(data.valid.sum()) + sum(c.nbytes for c in data.columns.values())
+    return bool(alike), own
 
 
-def same_dense(plan: SlicePlan, data: Dense, whole: Sequence[Dense | Ragged], at: NDArray[np.int64], layers: Sequence[int]) -> bool:
-    rows = np.concatenate([d.rows for d in whole if isinstance(d, Dense)])[at][:, list(layers)]
-    slots = plan.rows.row_slots()[at < 0]
-    rows[at < 0] = balanced_rows(slots, step=STEP, layer_ids=layers, top_k=TOP_K, expert_count=EXPERTS, shards=SHARDS)
-    return bool(data.rows.tobytes() == rows.tobytes())
+def same_dense(rows: PackedRows, data: DenseTensor, whole: Sequence[FieldData], at: NDArray[np.int64], layers: Sequence[int]) -> bool:
+    inline = np.concatenate([d.rows for d in whole if isinstance(d, Dense)])[at][:, list(layers)].astype(np.int32)
+    slots = rows.row_slots()[at < 0]
+    inline[at < 0] = balanced_rows(slots, step=STEP, layer_ids=layers, top_k=TOP_K, expert_count=EXPERTS, shards=SHARDS)
+    return bool(data.rows.numpy().tobytes() == inline.tobytes())
 
 
-def same_ragged(data: Ragged, whole: Sequence[Dense | Ragged], at: NDArray[np.int64]) -> bool:
+def same_ragged(data: RaggedTensor, whole: Sequence[FieldData], at: NDArray[np.int64]) -> bool:
     parts = [d for d in whole if isinstance(d, Ragged)]
     counts = np.concatenate([d.counts for d in parts])
     starts = np.cumsum(counts, dtype=np.int64) - counts
     mine = np.where(at < 0, 0, counts[at]).astype(np.int32)
     take = np.repeat(starts[at], mine) + np.arange(int(mine.sum())) - np.repeat(np.cumsum(mine, dtype=np.int64) - mine, mine)
-    alike = data.counts.tobytes() == mine.tobytes()
+    alike = data.counts.numpy().tobytes() == mine.tobytes()
     for name, values in data.columns.items():
-        alike &= values.tobytes() == np.concatenate([d.columns[name] for d in parts])[take].tobytes()
+        alike &= values.numpy().tobytes() == np.concatenate([d.columns[name] for d in parts])[take].tobytes()
     return bool(alike)
 
 
@@ -220,10 +223,15 @@ def run(folder: str) -> dict[str, Any]:
     forms: dict[str, Any] = {}
     for per_chunk in (0, 6):
         schema = Schema((_with_chunks(base, per_chunk), top_logprobs(), sampling_mask()))
-        with open_root(folder, run=f"layouts-{per_chunk}", create=True) as store, Reader(store, schema) as reader:
+        with open_root(folder, run=f"layouts-{per_chunk}", create=True) as store:
             writer = Writer(store, schema, Receipts("layouts"), durability="process")
-            stored = Stored(schema, reader, payloads, [writer.put(p) for p in payloads])
-            forms[str(per_chunk)] = [measure(stored, *case) for case in cases()]
+            sequences = tuple(sequence(p, writer.put(p)) for p in payloads)
+            file = RankFile(
+                v=1, run=f"layouts-{per_chunk}", step=STEP, data_rank=0, schema=schema, micro_batches=(MicroBatch(sequences),), owned=()
+            )
+            far = FaultyStore(store)
+            far.posix_path = None
+            forms[str(per_chunk)] = [measure(Stored(schema, store, far, payloads, file), *case) for case in cases()]
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "tokens": list(TOKENS),

@@ -422,6 +422,11 @@ class Config(Section, frozen=True, kw_only=True):
                 f"trainer.keep_last {trainer.keep_last} is below checkpoint_every {trainer.checkpoint_every}: after a crash the steps since"
                 " the checkpoint could not be trained again, their arrays would be gone; raise it, or set run.replay = 'drop'"
             )
+        if trainer.collective_s <= self.store.fetch_deadline_s:
+            raise ConfigError(
+                f"trainer.collective_s {trainer.collective_s:g} is not longer than store.fetch_deadline_s {self.store.fetch_deadline_s:g}:"
+                " a rank whose storage hangs would be given up by the others before it can say so; raise the one or lower the other"
+            )
         if 0 < self.store.bytes_live_max < (workers := sum(e.replicas * e.workers for e in self.env)):
             raise ConfigError(f"store.bytes_live_max {self.store.bytes_live_max} leaves nothing for each of {workers} env workers")
         if not self.run.fields:

@@ -172,6 +172,11 @@ def test_a_policy_that_could_not_replay_the_steps_since_the_checkpoint_is_refuse
     settings.build({"trainer": trainer, "run": {"replay": "drop"}})
 
 
+def test_a_collective_must_outlast_the_fetch_that_it_waits_for() -> None:
+    with pytest.raises(ConfigError, match=r"collective_s 60 is not longer than store.fetch_deadline_s 60"):
+        settings.build({"trainer": {"collective_s": 60}, "store": {"fetch_deadline_s": 60}})
+
+
 @pytest.mark.parametrize(
     "settings",
     [

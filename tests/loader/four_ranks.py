@@ -35,13 +35,13 @@ def small_run(folder: Path, parallel: ParallelSection, *, steps: int = 2) -> Sma
     return run
 
 
-def settings(run: SmallRun, parallel: ParallelSection, *, steps: int = 2, **trainer: Any) -> Config:
-    config = run.config(steps=steps, **trainer)
+def settings(run: SmallRun, parallel: ParallelSection, *, steps: int = 2, store: dict[str, Any] | None = None, **trainer: Any) -> Config:
+    config = run.config(steps=steps)
     replace = msgspec.structs.replace
     return replace(
         config,
-        trainer=replace(config.trainer, parallel=parallel),
-        store=replace(config.store, fetch_deadline_s=FETCH_DEADLINE_S, abandon_s=0.2),
+        trainer=replace(config.trainer, parallel=parallel, **trainer),
+        store=replace(config.store, **{"fetch_deadline_s": FETCH_DEADLINE_S, "abandon_s": 0.2, **(store or {})}),
     )
 
 

@@ -124,3 +124,20 @@ def test_a_sample_that_stands_in_on_another_data_rank_is_fetched_by_both_and_rem
     assert [b["trained"] for r in got.ranks[2:] for b in r.steps[0]["batches"]] == [0] * 4
     assert got.left == 0
     assert run.verdict() == "PROVED"
+
+
+@pytest.mark.payload("D14")
+def test_ranks_of_a_node_fetch_what_they_share_once(tmp_path: Path) -> None:
+    """Four tensor parallel ranks want the same rows; what one of them fetched the others find in the node's memory."""
+    parallel = ParallelSection(data=1, tensor=4)
+    fetched = []
+    for cache_bytes in (0, 64 << 20):
+        run = small_run(tmp_path / str(cache_bytes), parallel, steps=1)
+        store = {"node_cache_bytes": cache_bytes, "node_cache_dir": str(tmp_path), "fetch_deadline_s": 60.0}
+        got = load(run, settings(run, parallel, steps=1, store=store), None)
+        assert [r.error for r in got.ranks] == [""] * 4
+        assert len({str(r.steps[0]["batches"]) for r in got.ranks}) == 1
+        fetched.append(sum(r.steps[0]["metrics"]["payload/bytes_fetched"] for r in got.ranks))
+        run.close()
+    assert 0.9 * fetched[0] < 4 * fetched[1] <= fetched[0]
+    assert list(tmp_path.glob("fsref*")) == []

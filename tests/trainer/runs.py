@@ -161,7 +161,7 @@ class SmallRun:
             run=RunSection(id=RUN, root=str(self.folder), run_dir=str(self.run_dir), steps=steps, replay="drop"),
             trainer=TrainerSection(
                 parallel=ParallelSection(data=self.data_ranks),
-                **{"step_wait_s": DEADLINE_S, "collective_s": DEADLINE_S, "learning_rate": 1e-2, **trainer},
+                **{"step_wait_s": DEADLINE_S, "collective_s": 2 * DEADLINE_S, "learning_rate": 1e-2, **trainer},
             ),
             store=StoreSection(retries_max=0, retry_s=1.0, durability="process"),
         )

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from fsref.config import Config, ParallelSection, TrainerSection
+from fsref.errors import ConfigError
+
 
 @pytest.mark.parametrize(
     ("package", "module", "said"),
@@ -18,3 +21,11 @@ def test_a_missing_package_is_named_with_its_extra(package: str, module: str, sa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert f"MissingExtra: this needs the package {said}" in done.stderr
+
+
+def test_a_layout_that_is_not_data_parallel_is_for_trainers_of_ones_own() -> None:
+    from fsref.trainer.main import main
+
+    parallel = ParallelSection(data=1, context=2, layout="zigzag")
+    with pytest.raises(ConfigError, match=r"fsref trainer is data parallel .* fsref\.loader"):
+        main(Config(trainer=TrainerSection(parallel=parallel)))
