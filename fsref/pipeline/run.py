@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsref.config import Config
-from fsref.errors import FsrefError, RoleFailed, StoreError
+from fsref.errors import ConfigError, FsrefError, RoleFailed, StoreError
 from fsref.pipeline import objectserver, settle
 from fsref.pipeline.board import Board
 from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
@@ -23,6 +23,7 @@ from fsref.pipeline.resume import resume
 from fsref.pipeline.schema import check_names
 from fsref.pipeline.supervise import Signals, Stopped, Supervisor, answers
 from fsref.reaper import Verdict
+from fsref.store import open_root, probe
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,20 @@ def _settle(config: Config, board: Board, *, ended: bool) -> int:
     return found.exit_code if found is not None else 1
 
 
+def check_root(config: Config, say: Callable[[str], None]) -> None:
+    """Tries what a root that is no folder does, and says what is missing; raises ``ConfigError`` if a run cannot live there."""
+    with open_root(config.run.root, run=config.run.id, settings=config.store) as store:
+        if store.posix_path is not None:
+            return
+        found = probe(store)
+    for text in found.shortcomings():
+        say(f"{config.run.root}: {text}")
+    if not found.usable:
+        raise ConfigError(f"run.root {config.run.root!r} cannot hold a run: {'; '.join(found.shortcomings())}")
+
+
 def _prepare(plan: Plan, supervisor: Supervisor, board: Board) -> None:
+    check_root(plan.config, board.say)
     if plan.config.model.path == str(Path(plan.config.run.run_dir) / "model"):
         board.say("making the model")
     plan.model(plan.config, supervisor.run_to_end)

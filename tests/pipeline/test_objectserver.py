@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from fsref.config import Config, RunSection, StoreSection
 from fsref.errors import ConfigError, MissingExtra, RoleFailed, RunBusy
-from fsref.pipeline import objectserver
+from fsref.pipeline import objectserver, run
 from fsref.pipeline.layout import own_server
 from fsref.pipeline.objectserver import Home, reachable, start
 from fsref.pipeline.processes import Family
 from fsref.pipeline.run import make_plan
-from fsref.store import open_root
+from fsref.store import Capabilities, open_root
 from tests.pipeline.test_run import GOOD, NOW, Stage, fake_model
 from tests.support.s3servers import free_ports, weed_program
 
@@ -108,8 +108,8 @@ def test_nobody_asks_a_server_that_is_not_there() -> None:
 
 def stage(folder: Path) -> Stage:
     made = Stage(folder)
-    run = RunSection(id="r1", root="s3://own/runs", run_dir=str(folder / "{id}"), fields=("routed_experts",))
-    plan = make_plan(replace(made.config, run=run, store=StoreSection(server="seaweedfs")), now=NOW)
+    section = RunSection(id="r1", root="s3://own/runs", run_dir=str(folder / "{id}"), fields=("routed_experts",))
+    plan = make_plan(replace(made.config, run=section, store=StoreSection(server="seaweedfs")), now=NOW)
     made.plan = dataclasses.replace(plan, model=fake_model, healthy=lambda _: (folder / "up").exists())
     made.run_dir = Path(plan.config.run.run_dir)
     made.replace({name: source.replace("run=config.run.id)", "run=config.run.id, settings=config.store)") for name, source in GOOD.items()})
@@ -142,3 +142,29 @@ def test_a_run_on_its_own_server_is_proved_shows_no_key_and_its_commands_work_af
     assert purged.returncode == 0, purged.stderr
     assert not made.run_dir.exists() or [p.name for p in made.run_dir.iterdir()] == []
     assert servers(home) == []
+
+
+@pytest.mark.parametrize(("create_only", "delete_works"), [(False, True), (True, False)])
+def test_a_root_is_tried_before_a_run_is_made_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create_only: bool, delete_works: bool
+) -> None:
+    """What is missing is said; what would leak is refused, and nothing is left there."""
+    found = Capabilities(create_only=create_only, list_after_write=True, bulk_delete_max=1, delete_works=delete_works, versioning="none")
+    monkeypatch.setattr(run, "probe", lambda _: found)
+    config = Config(run=RunSection(id="r1", root=f"memory://{tmp_path.name}", run_dir=str(tmp_path / "r1")))
+    said: list[str] = []
+    if not delete_works:
+        with pytest.raises(ConfigError, match="cannot hold a run: removed objects stay"):
+            run.check_root(config, said.append)
+        return
+    run.check_root(config, said.append)
+    assert len(said) == 1
+    assert "create-only put is not honoured" in said[0]
+
+
+def test_a_root_that_does_everything_is_tried_in_silence_and_a_folder_is_not(tmp_path: Path) -> None:
+    for root in (f"memory://{tmp_path.name}", str(tmp_path / "runs")):
+        config = Config(run=RunSection(id="r1", root=root, run_dir=str(tmp_path / "r1")))
+        with open_root(root, run="r1", create=True) as store:
+            run.check_root(config, pytest.fail)
+            assert list(store.list("probe")) == []
