@@ -70,8 +70,10 @@ def test_an_allocation_is_read_from_slurms_environment() -> None:
 
 def test_the_components_of_a_heterogeneous_job_are_the_kinds_of_nodes() -> None:
     env = {"SLURM_JOB_ID": "12", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "c,d"}
+    env |= {"SLURM_JOB_ID_HET_GROUP_0": "12", "SLURM_JOB_ID_HET_GROUP_1": "13"}
     found = read_allocation(env, SECTION, Cluster())
     assert found.heterogeneous
+    assert found.jobs == ("12", "13")
     assert [n.name for n in found.trainer] == ["c", "d"]
 
 
@@ -117,7 +119,7 @@ def test_the_steps_of_a_job(tmp_path: Path) -> None:
 def test_a_heterogeneous_jobs_steps_name_their_component(tmp_path: Path) -> None:
     config = Config(env=(EnvSection(name="demo"),), slurm=SECTION)
     resolved = resolve_job(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, root=str(tmp_path))), run_id="r1")
-    found = steps(resolved, msgspec.structs.replace(allocation(), heterogeneous=True))
+    found = steps(resolved, msgspec.structs.replace(allocation(), components=("7", "8")))
     assert [a for r in found for a in r.command.argv if a.startswith("--het-group")] == ["--het-group=0", "--het-group=1", "--het-group=1"]
 
 
@@ -175,6 +177,15 @@ def test_nothing_is_declared_while_any_job_of_the_run_goes_on(left: Path) -> Non
     with open_root(str(left.parent), run="r1") as store, pytest.raises(RunBusy, match=r"job 8 of this run is RUNNING: .*scancel 8"):
         declare_ended(store, left, cluster)
     assert dead(left) == []
+
+
+def test_a_heterogeneous_job_is_over_when_both_halves_are(left: Path) -> None:
+    here = (Node(name="n0", host=socket.gethostname(), address="10.0.0.1"),)
+    write_attempt(left, msgspec.structs.replace(allocation(), inference=here, components=("7", "8")))
+    with open_root(str(left.parent), run="r1") as store:
+        with pytest.raises(RunBusy, match="is COMPLETING"):
+            declare_ended(store, left, Cluster(job7=JobState("COMPLETED"), job8=JobState("COMPLETING")))
+        assert declare_ended(store, left, Cluster(job7=JobState("COMPLETED"), job8=JobState("COMPLETED")))
 
 
 def test_a_requeued_job_knows_that_its_earlier_start_is_over(left: Path) -> None:

@@ -31,7 +31,7 @@ SlurmctldHost={host}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=15
 CredType=cred/munge
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid

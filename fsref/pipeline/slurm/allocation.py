@@ -37,7 +37,17 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """Starts of the same job before this one."""
     inference: tuple[Node, ...]
     trainer: tuple[Node, ...]
-    heterogeneous: bool = False
+    components: tuple[str, ...] = ()
+    """Of a heterogeneous job: the numbers of its two halves, which Slurm counts as jobs of their own."""
+
+    @property
+    def heterogeneous(self) -> bool:
+        return bool(self.components)
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """Every job number whose steps are this start's."""
+        return self.components or (self.job,)
 
     @property
     def attempt(self) -> str:
@@ -78,7 +88,7 @@ def read_allocation(environ: Mapping[str, str], section: SlurmSection, slurm: Sl
         restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
         inference=tuple(nodes[: len(inference)]),
         trainer=tuple(nodes[len(inference) :]),
-        heterogeneous=heterogeneous,
+        components=tuple(environ[f"SLURM_JOB_ID_HET_GROUP_{n}"] for n in (0, 1)) if heterogeneous else (),
     )
 
 

@@ -73,7 +73,9 @@ def declare_ended(
             over = found.restarts < current.restarts
             state = JobState("RUNNING", current.restarts)
         else:
-            state = states[found.job] = states.get(found.job) or slurm.job(found.job)
+            for job in found.jobs:
+                states.setdefault(job, slurm.job(job))
+            state = min((states[job] for job in found.jobs), key=lambda s: s.over(found.restarts))
             over = state.over(found.restarts)
         if over:
             hosts |= {n.host for n in found.nodes}

@@ -80,9 +80,9 @@ class Slurm:
             raise RoleFailed(f"scontrol show job {job} gives no state: {' '.join(lines)[:200]!r}")
         return JobState(words["JobState"], int(words.get("Restarts") or 0))
 
-    def steps(self, job: str, name: str) -> list[str]:
-        """The running steps of a job with this name: ``<job>.<number>``."""
-        done = self._run("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j")
+    def steps(self, jobs: Sequence[str], name: str) -> list[str]:
+        """The running steps of these jobs with this name: ``<job>.<number>``."""
+        done = self._run("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i %j")
         if done.returncode and _UNKNOWN in done.stderr:
             return []
         return [line.split()[0] for line in self._checked(done).splitlines() if line.split()[1:] == [name]]

@@ -116,7 +116,7 @@ def _ended(allocation: Allocation, slurm: Slurm, config: Config, role: RoleComma
     del child
     name = NAMES[role.part]
     end = time.monotonic() + section(config).settle_s
-    while running := slurm.steps(allocation.job, name):
+    while running := slurm.steps(allocation.jobs, name):
         for step in running:
             slurm.kill_step(step)
         if time.monotonic() >= end:
