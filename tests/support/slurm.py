@@ -8,9 +8,11 @@ All folders, ports, keys and pids are this cluster's own; everything is stopped 
 """
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -22,6 +24,7 @@ from typing import Final
 from tests.support import needs
 
 DEADLINE_S: Final = 60.0
+PR_SET_PDEATHSIG: Final = 1
 CPUS: Final = 8
 """Faked per node: steps of a job must fit beside each other."""
 
@@ -67,6 +70,11 @@ PartitionName=sampling Nodes={sampling} MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=training Nodes={training} MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9
 """
+
+
+def _die_with_parent() -> None:
+    """Of a test run that is killed nothing stays."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _run(*argv: str) -> None:
@@ -170,7 +178,13 @@ class Cluster:
         program = needs.program(argv[0]) if "/" not in argv[0] else argv[0]
         with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                [program, *argv[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.env, start_new_session=True
+                [program, *argv[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=self.env,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, no lock
             )
 
     def start_node(self, node: str) -> None:
