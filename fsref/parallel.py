@@ -113,7 +113,7 @@ class Parallel:
         """From the config. Raises ``ConfigError``."""
         values = {name: getattr(section, name) for name in section.__struct_fields__}
         layout = ContextLayout(section.layout) if section.layout else None
-        return cls(**(values | {"layout": layout, "stages": parse_stages(section.stages)}))
+        return cls(**(values | {"layout": layout, "stages": parse_stages(section.stages) or ()}))
 
     @property
     def world_size(self) -> int:
@@ -164,6 +164,17 @@ class Parallel:
                 check_stages(field, self.stages)
             if field.expert_count % self.expert_shards:
                 raise ConfigError(f"{field.expert_count} experts do not divide by parallel.expert_shards = {self.expert_shards}")
+
+
+def data_parallel(section: ParallelSection) -> Parallel:
+    """The layout of ``fsref trainer``. Raises ``ConfigError`` for one that needs a trainer of one's own."""
+    parallel = Parallel.of(section)
+    if parallel.world_size != parallel.data or parallel.multiple > 1 or parallel.sequence_multiple > 1:
+        raise ConfigError(
+            "fsref trainer is data parallel and packs without padding: leave trainer.parallel.context, tensor, pipeline, multiple and "
+            "sequence_multiple at their defaults, or train with a trainer of your own over fsref.loader"
+        )
+    return parallel
 
 
 @dataclass(frozen=True, eq=False)

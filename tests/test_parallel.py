@@ -4,7 +4,7 @@ import pytest
 
 from fsref.config import ParallelSection
 from fsref.errors import ConfigError
-from fsref.parallel import Coordinate, Parallel, parse_stages
+from fsref.parallel import Coordinate, Parallel, data_parallel, parse_stages
 from fsref.plan import ContextLayout
 from fsref.refs import Schema, routed_experts, sampling_mask, top_logprobs
 
@@ -43,6 +43,13 @@ def test_ranks_are_numbered_along_the_axes_that_the_order_names_slowest_first() 
     assert [tuple(p.coordinate(r)) for r in range(p.world_size)] == [(d, c, 0, s) for s in range(2) for d in range(2) for c in range(2)]
     with pytest.raises(ConfigError, match="rank 8 of 8"):
         p.coordinate(8)
+
+
+def test_what_fsref_trainer_cannot_train_is_refused_and_a_way_named() -> None:
+    assert data_parallel(ParallelSection(data=3)) == Parallel(data=3)
+    for given in ({"tensor": 2}, {"context": 2, "layout": "zigzag"}, {"multiple": 8}):
+        with pytest.raises(ConfigError, match=r"fsref trainer is data parallel .* fsref\.loader"):
+            data_parallel(ParallelSection(**given))
 
 
 def test_an_order_that_is_needed_is_asked_for() -> None:

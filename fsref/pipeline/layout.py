@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from fsref.config import Config, EnvSection, StoreSection
 from fsref.errors import BadRef, ConfigError
+from fsref.parallel import data_parallel
 from fsref.pipeline.processes import Command
 from fsref.refs import check_run
 from fsref.store.open import posix_root
@@ -63,13 +64,14 @@ def resolve(config: Config, *, run_id: str, ports: Sequence[int]) -> Config:
     """The config that the roles get: run id, absolute folders, the inference address and the object server's filled in. ``ports`` are free
     loopback ports: one needed, and a second for an object server. What is filled in already stays.
 
-    Raises ``ConfigError`` for a bad run id, a remote root without a run_dir, an object server of the run's own on another root, or a run
-    without sources or with names that cannot be labels.
+    Raises ``ConfigError`` for a bad run id, a remote root without a run_dir, an object server of the run's own on another root, a layout
+    that ``fsref trainer`` does not train, or a run without sources or with names that cannot be labels.
     """
     try:
         check_run(run_id)
     except BadRef as e:
         raise ConfigError(f"run.id: {e}") from e
+    data_parallel(config.trainer.parallel)
     folder = posix_root(config.run.root)
     if folder is None and not config.run.run_dir:
         raise ConfigError(

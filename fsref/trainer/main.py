@@ -11,12 +11,12 @@ from typing import Final
 import torch
 
 from fsref.config import Config
-from fsref.errors import ConfigError
 from fsref.events import Backends, open_backends
 from fsref.folders import published
 from fsref.journal import RunInfo, read_run
-from fsref.loader import Parallel, Place, Ranks, StepLoader
+from fsref.loader import Place, Ranks, StepLoader
 from fsref.loader.loader import run_dir
+from fsref.parallel import data_parallel
 from fsref.store import open_root
 from fsref.trainer import checkpoint, weights
 from fsref.trainer.learner import Learner
@@ -41,7 +41,7 @@ def main(config: Config, *, place: Place | None = None) -> None:
     base = Path(config.model.path) if config.model.path else folder / "model"
     routes = folder / "routes" if config.trainer.record_routes else None
     folders = Folders(folder / "weights", folder / "checkpoints", base, routes)
-    parallel = _data_parallel(config)
+    parallel = data_parallel(config.trainer.parallel)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         ranks = stack.enter_context(Ranks.joined(parallel, place, collective_s=config.trainer.collective_s))
@@ -59,16 +59,6 @@ def main(config: Config, *, place: Place | None = None) -> None:
 def _listeners(config: Config, folder: Path, ranks: Ranks, run: RunInfo) -> Backends | None:
     """Rank 0 speaks for all of them."""
     return open_backends(config.metrics, folder, run=run.run, role="trainer") if ranks.rank == 0 else None
-
-
-def _data_parallel(config: Config) -> Parallel:
-    parallel = Parallel.of(config.trainer.parallel)
-    if parallel.world_size != parallel.data or parallel.multiple > 1 or parallel.sequence_multiple > 1:
-        raise ConfigError(
-            "fsref trainer is data parallel and packs without padding: leave trainer.parallel.context, tensor, pipeline, multiple and "
-            "sequence_multiple at their defaults, or train with a trainer of your own over fsref.loader"
-        )
-    return parallel
 
 
 def _learner(config: Config, ranks: Ranks, run: RunInfo, base: Path) -> Learner:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from fsref.config import Config, EnvSection, InferenceSection, ModelSection, RunSection, StoreSection, TrainerSection
+from fsref.config import Config, EnvSection, InferenceSection, ModelSection, ParallelSection, RunSection, StoreSection, TrainerSection
 from fsref.errors import ConfigError
 from fsref.pipeline.layout import Part, free_ports, mint_run_id, resolve, role_commands
 from fsref.pipeline.run import make_plan
@@ -93,6 +93,12 @@ def test_a_remote_root_needs_a_run_folder() -> None:
 def test_a_run_id_outside_the_grammar_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"run\.id: .*'../up'"):
         resolve(config(), run_id="../up", ports=[1])
+
+
+def test_a_layout_that_the_pipelines_trainer_does_not_train_is_refused_before_anything_starts() -> None:
+    trainer = TrainerSection(parallel=ParallelSection(data=1, tensor=2))
+    with pytest.raises(ConfigError, match="fsref trainer is data parallel"):
+        resolve(config(trainer=trainer), run_id="r1", ports=[1])
 
 
 def test_a_run_without_train_sources_is_refused() -> None:
