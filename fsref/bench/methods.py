@@ -182,12 +182,12 @@ def _as_is() -> Iterator[None]:
 def _unchecked() -> Iterator[None]:
     """Chunks are decoded without their crc: a figure only, no setting of the product."""
     module: Any = chunks
-    checked = module.decode_chunk
-    module.decode_chunk = functools.partial(checked, check=False)
+    decode, check = module.decode_chunk, module.check_chunk
+    module.decode_chunk, module.check_chunk = functools.partial(decode, check=False), lambda packed, crc: None  # noqa: ARG005
     try:
         yield
     finally:
-        module.decode_chunk = checked
+        module.decode_chunk, module.check_chunk = decode, check
 
 
 class ZarrPython(Method):

@@ -26,7 +26,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     kept_share: float = 0.9
     """Of the objects that are written: the others are filtered, stale or dropped."""
     tokens: int = 16_384
-    token_bytes_stored: float = 912.0
+    token_bytes_stored: float = 1_093.0
     """Stored bytes per token: 48 x 8 of 128 experts, heads of 128 and masks, as ``fsref bench fetch`` measures them."""
     workers_per_node: int = 8
     steps_kept: int = 2

@@ -1,7 +1,7 @@
 """The object format: one ZIP with stored entries that holds a Zarr v3 group. Encoding, decoding of chunks, and a checked view of a file."""
 
-from fsref.objects.codec import decode_chunk, encode_chunk
+from fsref.objects.codec import CRC_BYTES, check_chunk, decode_chunk, encode_chunk
 from fsref.objects.encode import EncodedObject, encode
 from fsref.objects.view import EntryInfo, ObjectView, view
 
-__all__ = ["EncodedObject", "EntryInfo", "ObjectView", "decode_chunk", "encode", "encode_chunk", "view"]
+__all__ = ["CRC_BYTES", "EncodedObject", "EntryInfo", "ObjectView", "check_chunk", "decode_chunk", "encode", "encode_chunk", "view"]

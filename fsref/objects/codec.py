@@ -46,8 +46,8 @@ def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec, *, 
     if size < 0:
         raise ObjectCorrupt(f"a chunk has {len(stored)} bytes, less than its checksum")
     packed = stored[:size]
-    if check and google_crc32c.value(packed).to_bytes(CRC_BYTES, "little") != stored[size:].tobytes():
-        raise ObjectCorrupt(f"a chunk of {size} bytes fails its crc32c")
+    if check:
+        check_chunk(packed, stored[size:])
     if codec.name == "none":
         if size != out.nbytes:
             raise ObjectCorrupt(f"a chunk has {size} bytes, {out.nbytes} expected")
@@ -58,6 +58,12 @@ def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec, *, 
         blosc.decompress(packed, out)
     except (RuntimeError, ValueError) as e:
         raise ObjectCorrupt(f"a chunk of {size} bytes does not decode: {e}") from e
+
+
+def check_chunk(packed: NDArray[np.uint8], crc: NDArray[np.uint8]) -> None:
+    """Raises ``ObjectCorrupt`` unless the 4 bytes ``crc`` are those of ``packed``, contiguous bytes."""
+    if google_crc32c.value(packed).to_bytes(CRC_BYTES, "little") != crc.tobytes():
+        raise ObjectCorrupt(f"a chunk of {len(packed)} bytes fails its crc32c")
 
 
 def stored_bytes_max(nbytes: int) -> int:

@@ -25,7 +25,7 @@ from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, Store
 from fsref.nodecache import NodeCache, Span
 from fsref.plan import Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
-from fsref.reader.chunks import Placer
+from fsref.reader.chunks import Placer, scattered
 from fsref.refs import FieldData, PayloadRef, Schema, TokenRange, object_name
 from fsref.refs.merge import same_rows
 from fsref.store import ObjectFile, Store
@@ -111,6 +111,8 @@ class Reader:
         self._pool = Threads(threads, name="fsref-fetch")
         self._placer = Placer(schema.codec)
         self._cache = cache
+        # Reads that go straight to the places of chunks: a local file's; a cache and a network client have buffers of their own.
+        self._direct = schema.codec.name == "none" and store.posix_path is not None and cache is None
         self._lock = threading.Lock()
         self.counters = ReadCounters()
         # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
@@ -221,32 +223,35 @@ class Reader:
 
     def _read_request(self, source: "_Source", request: Request, task: "_Task") -> None:
         stored = self._placer.stored(request.size)
+        direct = self._placer.direct(request, task.segment, task.out) if self._direct else {}
         try:
-            shared = self._load(source, request, task, stored)
+            shared = self._load(source, request, task, scattered(stored, request, direct), stored)
             try:
-                self._placer.place(stored, request, task.segment, task.number, task.out)
+                self._placer.place(stored, request, task.segment, task.number, task.out, direct=direct)
             except ObjectCorrupt:
                 if self._cache is None:
                     raise
                 self._cache.discard(task.segment.object_id, _spans(request))
                 if not shared:
                     raise
-                source.read_into(request.offset, stored)
+                source.read_into(request.offset, [stored])
                 self._count(task, requests=1, bytes_fetched=request.size)
                 self._placer.place(stored, request, task.segment, task.number, task.out)
         except StoreError:
             source.close()  # a handle may be what is wrong: the next attempt opens the object anew
             raise
 
-    def _load(self, source: "_Source", request: Request, task: "_Task", stored: NDArray[np.uint8]) -> bool:
-        """Fills ``stored`` with the request's bytes; whether any of them were fetched by another rank, or before."""
+    def _load(
+        self, source: "_Source", request: Request, task: "_Task", outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]
+    ) -> bool:
+        """Fills ``outs`` (with a cache: ``stored``) with the request's bytes; whether any were fetched by another rank, or before."""
         if self._cache is None:
-            source.read_into(request.offset, stored)
+            source.read_into(request.offset, outs)
             self._count(task, requests=1, bytes_fetched=request.size)
             return False
 
         def fetch(start: int, stop: int) -> None:
-            source.read_into(request.offset + start, stored[start:stop])
+            source.read_into(request.offset + start, [stored[start:stop]])
             self._count(task, requests=1, bytes_fetched=stop - start)
 
         return self._cache.fill(task.segment.object_id, _spans(request), stored, fetch, step=task.step) > 0
@@ -291,11 +296,14 @@ class _Source:
         self._store, self._segment = store, segment
         self._file: ObjectFile | None = None
 
-    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Raises ``ObjectCorrupt`` for an object of another size than its reference says, else as ``ObjectFile.read_into``."""
+    def read_into(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
+        """Raises ``ObjectCorrupt`` for an object of another size than its reference says, else as ``ObjectFile.read_scattered``."""
         if self._file is None:
             self._file = self._open()
-        self._file.read_into(offset, out)
+        if len(outs) == 1:
+            self._file.read_into(offset, outs[0])
+        else:
+            self._file.read_scattered(offset, outs)
 
     def _open(self) -> ObjectFile:
         segment = self._segment

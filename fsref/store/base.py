@@ -68,6 +68,15 @@ class ObjectFile(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
+    def read_scattered(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
+        """As ``read_into``, the bytes from ``offset`` on spread over ``outs`` (uint8, contiguous) one after the other."""
+        whole = np.empty(sum(map(len, outs)), np.uint8)
+        self.read_into(offset, whole)
+        at = 0
+        for out in outs:
+            out[:] = whole[at : at + len(out)]
+            at += len(out)
+
     def __enter__(self) -> Self:
         return self
 

@@ -81,16 +81,23 @@ class PosixFile(ObjectFile):
         self.byte_count = byte_count
 
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
-        view = memoryview(out)
-        done = 0
-        while done < len(view):
+        self.read_scattered(offset, [out])
+
+    def read_scattered(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
+        views = [memoryview(out) for out in outs if len(out)]
+        wanted, done = sum(map(len, views)), 0
+        while views:
             try:
-                n = os.preadv(self._fd, [view[done:]], offset + done)
+                n = os.preadv(self._fd, views[:IOV_MAX], offset + done)
             except OSError as e:
-                raise_mapped(e, f"reading {len(view)} bytes at {offset} of {self.name}")
+                raise_mapped(e, f"reading {wanted} bytes at {offset} of {self.name}")
             if n == 0:
-                raise ObjectCorrupt(f"{self.name} ends at {offset + done}, {len(view)} bytes at {offset} were asked for: truncated")
+                raise ObjectCorrupt(f"{self.name} ends at {offset + done}, {wanted} bytes at {offset} were asked for: truncated")
             done += n
+            while views and n >= len(views[0]):
+                n -= len(views.pop(0))
+            if n:
+                views[0] = views[0][n:]
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fsref.bench.shapes import payload, shape_of
-from fsref.objects import encode
+from fsref.objects import check_chunk, encode
 from fsref.reader import DenseOut, Reader, allocate
 from fsref.reader import chunks as placing
 from fsref.refs import Codec, PayloadRef, Schema
@@ -91,7 +91,12 @@ def test_every_chunk_is_decoded_once_and_all_but_the_small_ones_in_place(
         decoded.append(out)
         real(packed, out, codec, **kwargs)
 
+    def check(packed: np.ndarray[Any, Any], crc: Any) -> None:  # codec none: it was read to its place
+        decoded.append(packed)
+        check_chunk(packed, crc)
+
     monkeypatch.setattr(placing, "decode_chunk", record)
+    monkeypatch.setattr(placing, "check_chunk", check)
     with Reader(store, schema, threads=1) as reader:
         plan = reader.plan(ref)
         out = {f.name: allocate(plan, schema, f.name) for f in schema.fields}

@@ -57,6 +57,10 @@ def test_what_was_put_is_read_in_any_range(store: Store) -> None:
             out = np.empty(len(whole) - start, np.uint8)
             file.read_into(start, out)
             assert out.tobytes() == whole[start:]
+            half = len(out) // 2
+            outs = [np.zeros(n, np.uint8) for n in (half, 0, len(out) - half)]
+            file.read_scattered(start, outs)
+            assert b"".join(o.tobytes() for o in outs) == whole[start:]
 
 
 def test_a_read_beyond_the_end_is_corruption_not_a_short_result(store: Store) -> None:
@@ -65,6 +69,8 @@ def test_a_read_beyond_the_end_is_corruption_not_a_short_result(store: Store) ->
         for start, size in ((0, 6), (4, 2), (5, 1), (99, 1)):
             with pytest.raises(ObjectCorrupt, match="truncated"):
                 file.read_into(start, np.empty(size, np.uint8))
+            with pytest.raises(ObjectCorrupt, match="truncated"):
+                file.read_scattered(start, [np.empty(size - 1, np.uint8), np.empty(1, np.uint8)])
 
 
 @pytest.mark.payload("F8")
