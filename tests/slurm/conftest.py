@@ -28,6 +28,7 @@ SMALL = {
     "slurm.time": "00:10:00",
     "slurm.exclusive": "false",
     "slurm.signal_lead_s": 60,
+    "slurm.check_nodes": "false",
     "env.0.health_s": 1.0,
 }
 """Runs that take seconds: the point is Slurm."""
@@ -40,6 +41,7 @@ class Job:
     cluster: Cluster
     root: Path
     run_id: str
+    model: Path
     number: str = ""
 
     @property
@@ -57,7 +59,9 @@ class Job:
         return "\n".join(f"--- {p.relative_to(self.folder)}\n{p.read_text(errors='replace')[-2500:]}" for p in paths)
 
     def submit(self, **options: object) -> "Job":
-        given = {**SMALL, "run.root": str(self.root), "run.id": self.run_id} | {k.replace("__", "."): v for k, v in options.items()}
+        given = {**SMALL, "run.root": str(self.root), "run.id": self.run_id, "model.path": str(self.model)} | {
+            k.replace("__", "."): v for k, v in options.items()
+        }
         argv = [sys.executable, "-m", "fsref", "run", str(CONFIG), *(f"--{k}={v}" for k, v in given.items())]
         said = self.cluster.command(*argv)
         self.number = said.split()[1]
@@ -121,13 +125,22 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model for all runs: making it takes as long as a run."""
+    root = tmp_path_factory.mktemp("model")
+    argv = [sys.executable, "-m", "fsref", "model", "--config", str(CONFIG), "--run.id=m", f"--run.root={root}"]
+    subprocess.run(argv, check=True, timeout=DEADLINE_S)
+    return root / "m" / "model"
+
+
 @pytest.fixture
-def job(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(slurm: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Makes a run; ``job("r1").submit()``. What a failed test leaves running is ended."""
     jobs: list[Job] = []
 
     def make(run_id: str = "r1") -> Job:
-        jobs.append(Job(slurm, tmp_path / "runs", run_id))
+        jobs.append(Job(slurm, tmp_path / "runs", run_id, model))
         return jobs[-1]
 
     yield make

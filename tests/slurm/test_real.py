@@ -35,7 +35,7 @@ def only(job: Job, words: str) -> int:
 
 def test_a_run_over_four_nodes_trains_to_the_end_and_is_proved_beside_another(job: MakeJob) -> None:
     """Two runs in one root at once; the second under torchrun, in a heterogeneous job. Each node's replica listens on its own address."""
-    first = job("first").submit()
+    first = job("first").submit(slurm__check_nodes="true")
     second = job("second").submit(
         slurm__inference__partition="sampling",
         slurm__trainer__partition="training",
@@ -53,6 +53,7 @@ def test_a_run_over_four_nodes_trains_to_the_end_and_is_proved_beside_another(jo
     for run in (first, second):
         assert run.ended() == "COMPLETED", f"{run.log}\n{run.logs()}"
         run.proved()
+    assert "4 nodes see each other's files within" in first.log
     assert first.trained() == {0, 1, 2}
     assert second.trained() == {0, 1}
     logs = {str(p.relative_to(first.folder / "logs")) for p in (first.folder / "logs").rglob("*.log")}
