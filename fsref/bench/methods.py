@@ -295,7 +295,8 @@ class Gets(Method):
         super().__init__(work)
         obstore, s3 = importlib.import_module("obstore"), importlib.import_module("obstore.store")
         self._get: Any = obstore.get_range
-        self._store: Any = s3.from_url(work.stores[coded].url, client_options={"allow_http": True})
+        options = {k: v for k, v in (("endpoint", work.options.endpoint), ("region", work.options.region)) if v}
+        self._store: Any = s3.from_url(work.stores[coded].url, client_options={"allow_http": True}, **options)
         self._codec = CODECS[coded] if decode else None
         self.bytes_read = self.requests = 0
         self._by_sample: dict[int, list[Ranged]] = {}

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.bench.shapes import SKEW, Shape, payload, raw_bytes
+from fsref.config import StoreSection
 from fsref.plan import ChunkRead, ReadPlan, SegmentRead
 from fsref.reader import DenseOut, Out, RaggedOut, Reader, allocate
 from fsref.refs import Codec, Dense, Payload, PayloadRef, Ragged, Schema, object_name
@@ -43,6 +44,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     skew: float = SKEW
     root: str = ""
     """An fsspec URL for the objects; empty: a temporary folder."""
+    endpoint: str = ""
+    """Of an S3 root; credentials come from the environment, as for a run."""
+    region: str = ""
 
 
 class Place(NamedTuple):
@@ -180,13 +184,16 @@ def workload(options: Options, shape: Shape) -> Iterator[Workload]:
     payloads = tuple(
         payload(shape, options.tokens, seed=n, skew=options.skew).checked(shape.schema()) for n in range(min(options.samples, _DISTINCT))
     )
+    settings = StoreSection(endpoint=options.endpoint, region=options.region) if options.endpoint else None
     with tempfile.TemporaryDirectory(prefix="fsref-bench-") as folder:
         stores: dict[Coded, Store] = {}
         refs: dict[Coded, tuple[PayloadRef, ...]] = {}
         try:
             for coded, codec in CODECS.items():
                 receipts = Receipts(f"bench-{coded}")
-                stores[coded] = open_root(options.root or folder, run=f"bench-{receipts.inc.rpartition('.')[2]}", create=True)
+                stores[coded] = open_root(
+                    options.root or folder, run=f"bench-{receipts.inc.rpartition('.')[2]}", settings=settings, create=True
+                )
                 writer = Writer(stores[coded], shape.schema(codec), receipts, durability="process")
                 refs[coded] = tuple(writer.put(payloads[n % len(payloads)]) for n in range(options.samples))
             yield Workload(options, shape, Path(folder), payloads, stores, refs)

@@ -230,6 +230,8 @@ def bench(
     repeats: Annotated[int, typer.Option("--repeats", min=2, help="Rounds, in which every method runs once.")] = 7,
     skew: Annotated[float, typer.Option("--skew", min=0.0, help="Popularity of experts falls as 1 / rank^skew.")] = 0.7,
     root: Annotated[str, typer.Option("--root", help="Where objects go: an fsspec URL; a temporary folder else.", show_default=False)] = "",
+    endpoint: Annotated[str, typer.Option("--endpoint", help="Of an S3 root.", show_default=False)] = "",
+    region: Annotated[str, typer.Option("--region", help="Of an S3 root.", show_default=False)] = "",
     routing: Annotated[
         str, typer.Option("--routing", help="For codecs: demo (the demo model's router) or an .npy file [tokens, layers, top_k].")
     ] = "",
@@ -248,6 +250,8 @@ def bench(
         repeats=repeats,
         skew=skew,
         root=root,
+        endpoint=endpoint,
+        region=region,
     )
     size = "least" if least else "quick" if quick else "full"
     body("fsref.cli.bench")(what, options, size=size, routing=routing, json=json, plot_to=plot)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from fsref.bench.suite import NAMES, plan
 from fsref.bench.workload import Options
 from fsref.errors import ConfigError
 from fsref.refs import Dense, Ragged
+from tests.support.s3servers import BUCKET, REGION, S3Server
 
 LEAST = Options(tokens=600, samples=2, repeats=2, threads=2)
 
@@ -171,3 +173,12 @@ def test_all_runs_every_bench_and_quick_adds_what_the_docs_show() -> None:
     assert set(plan("all", LEAST, size="quick")) > set(NAMES)
     assert len(plan("all", LEAST, size="full")) > len(plan("all", LEAST, size="quick"))
     assert list(plan("keep", LEAST, size="full")) == ["keep"]
+
+
+def test_on_object_storage_fsref_stands_beside_plain_gets_with_one_request_a_sample(weed: S3Server, s3_credentials: dict[str, str]) -> None:
+    del s3_credentials
+    found = fetch(msgspec.structs.replace(LEAST, root=f"s3://{BUCKET}/bench", endpoint=weed.endpoint, region=REGION))
+    rows = {r["method"]: r for r in found["rows"]}
+    assert set(rows) == set(methods.REMOTE)
+    assert ratios(found)["requests per sample"] == 1
+    assert rows[methods.FSREF]["bytes_read"] == rows[methods.GETS_DECODE]["bytes_read"]
