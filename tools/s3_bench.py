@@ -307,8 +307,8 @@ def sections(found: dict[str, Any]) -> list[str]:
         "|---|---|---|",
         *(f"| {name} | {v['seconds']:.2f} | {v['requests']:,.0f} |" for name, v in found["bulk"].items()),
         "",
-        "The seconds are straight to the server, the requests are counted at a proxy in a run of their own. The worker that kept the objects",
-        "and never sent them removes them at its close.",
+        "The seconds are straight to the server, the requests are counted at a proxy in a run of their own. Who kept the objects",
+        "and never sent them removes them at its close: an env worker.",
         "",
         *_against_aim(found["fetch"]),
     ]
