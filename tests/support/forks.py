@@ -6,12 +6,12 @@ from multiprocessing.context import ForkServerContext
 from typing import Final
 
 PRELOAD: Final = [
+    "tests.trainer.armed",  # before anything of fsref: failpoints are made live or not when they are first imported
     "torch._dynamo",  # optimisers import it when they are made
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "fsref.trainer.main",
     "tests.loader.rank_process",
-    "tests.trainer.armed",
     "tests.trainer.runs",
 ]
 
