@@ -266,8 +266,10 @@ class StoreSection(Section, frozen=True, kw_only=True):
     """``node``: fsync file and directory, survives node loss; ``process``: rename only."""
     fetch_threads: Count = 2
     write_threads: Count = 2
-    bytes_inflight_max: Count = 256 << 20
-    """Fetched bytes that are not yet assembled, per process."""
+    bytes_inflight_max: Count = 2 << 30
+    """Bytes that a trainer rank may hold for steps ahead of the one that trains: their arrays until the step is taken, and stored bytes on
+    the way. The step that trains is not counted and never held back. A larger micro batch is fetched alone. Too little of it, and a part of
+    the next step is fetched only when it is waited for."""
     bytes_object_max: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)] = (1 << 32) - 1
     bytes_live_max: Natural = 0
     """Bytes of objects that may lie in the store at once, over the whole run; 0: no limit. Each env worker has an equal share. Where it is
