@@ -6,7 +6,7 @@ fetch that cannot be stopped keeps what it may still write to for itself. What u
 that is under way does, has to be waited for before the last reference goes. Refuses to know what stands in a block, and torch: where
 pinned memory is wanted, ``allocate`` makes it.
 
-Fresh memory costs a page fault for every 4 KiB of it, which takes as long as decoding into it.
+Fresh memory costs a page fault for every 4 KiB of it; memory that is used again costs none.
 """
 
 import math
