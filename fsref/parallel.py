@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple, get_args
 
-from fsref.config import ParallelAxis, ParallelSection
+from fsref.config import ParallelAxis, ParallelSection, Targets
 from fsref.errors import ConfigError
 from fsref.plan import (
     ContextLayout,
@@ -67,6 +67,8 @@ class Parallel:
     """A context rank's rows are padded to a multiple of it, behind the split (all-gather: before it)."""
     expert_shards: int = 1
     """Expert parallel ranks that the experts of a layer are spread over; padding rows are balanced over them."""
+    targets: Targets = "own"
+    """Whose targets stand at a row: its token's own, or those of the ``next`` token, which it predicts. A split cuts them apart."""
     loss_stage: int = -1
     """Pipeline rank that has the logits, and reads the fields that have no layers; -1: the last."""
     order: tuple[ParallelAxis, ...] = ()
@@ -120,6 +122,11 @@ class Parallel:
         """All ranks."""
         return self.data * self.context * self.tensor * self.pipeline
 
+    @property
+    def targets_ahead(self) -> int:
+        """How many tokens further on a row's targets are: 0 or 1."""
+        return int(self.targets == "next")
+
     def ranks(self, axis: ParallelAxis) -> int:
         """Ranks along one axis."""
         size: int = getattr(self, axis)
@@ -169,10 +176,10 @@ class Parallel:
 def data_parallel(section: ParallelSection) -> Parallel:
     """The layout of ``fsref trainer``. Raises ``ConfigError`` for one that needs a trainer of one's own."""
     parallel = Parallel.of(section)
-    if parallel.world_size != parallel.data or parallel.multiple > 1 or parallel.sequence_multiple > 1:
+    if parallel.world_size != parallel.data or parallel.multiple > 1 or parallel.sequence_multiple > 1 or parallel.targets != "own":
         raise ConfigError(
-            "fsref trainer is data parallel and packs without padding: leave trainer.parallel.context, tensor, pipeline, multiple and "
-            "sequence_multiple at their defaults, or train with a trainer of your own over fsref.loader"
+            "fsref trainer is data parallel and packs without padding: leave trainer.parallel.context, tensor, pipeline, multiple, "
+            "sequence_multiple and targets at their defaults, or train with a trainer of your own over fsref.loader"
         )
     return parallel
 
@@ -219,6 +226,7 @@ class StepRows:
             layers=self.parallel.layers(self.at),
             request_bytes_max=request_bytes_max,
             gap_bytes_max=gap_bytes_max,
+            targets_ahead=self.parallel.targets_ahead,
         )
 
     def _packed(self, micro_batch: MicroBatch) -> PackedRows:

@@ -47,7 +47,7 @@ def test_ranks_are_numbered_along_the_axes_that_the_order_names_slowest_first() 
 
 def test_what_fsref_trainer_cannot_train_is_refused_and_a_way_named() -> None:
     assert data_parallel(ParallelSection(data=3)) == Parallel(data=3)
-    for given in ({"tensor": 2}, {"context": 2, "layout": "zigzag"}, {"multiple": 8}):
+    for given in ({"tensor": 2}, {"context": 2, "layout": "zigzag"}, {"multiple": 8}, {"targets": "next"}):
         with pytest.raises(ConfigError, match=r"fsref trainer is data parallel .* fsref\.loader"):
             data_parallel(ParallelSection(**given))
 

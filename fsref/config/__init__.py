@@ -21,6 +21,7 @@ from fsref.config.sections import (
     RunSection,
     SamplingSection,
     StoreSection,
+    Targets,
     TrainerSection,
     quota_share,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "ModelSection",
     "OrchestratorSection",
     "ParallelAxis",
+    "Targets",
     "ParallelSection",
     "PayloadSection",
     "RunSection",

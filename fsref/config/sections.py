@@ -13,6 +13,7 @@ from fsref.errors import ConfigError
 from fsref.refs import Codec, Field, Lints
 
 ParallelAxis = Literal["data", "context", "tensor", "pipeline"]
+Targets = Literal["own", "next"]
 """An axis of a parallel layout."""
 
 
@@ -208,6 +209,9 @@ class ParallelSection(Section, frozen=True, kw_only=True):
     """A context rank's rows are padded to a multiple of it, behind the split (``allgather``: before it)."""
     expert_shards: Count = 1
     """Expert parallel ranks that a layer's experts are spread over; padding rows are balanced over them."""
+    targets: Targets = "own"
+    """Whose loss mask, logprobs, advantages, heads and masks stand at a row: its token's ``own``, or the ``next`` token's, which the row
+    predicts, with ``labels`` beside them. Context ranks need ``next``: the split cuts a token apart from the row that predicts it."""
     loss_stage: Annotated[int, Meta(ge=-1)] = -1
     """Pipeline rank that has the logits, and so reads the fields without layers; -1: the last."""
     order: tuple[ParallelAxis, ...] = ()

@@ -204,7 +204,8 @@ class StepFetcher:
         micro_batch, kind = fetch.rank.micro_batches[number], failure_kind(error)
         _log.warning("%s micro batch %d is %s: %s", step_name(fetch.rank.step), number, kind, error)
         ids = dict.fromkeys(i for s in micro_batch.sequences if s.ref is not None for i in s.ref.object_ids)
-        return FetchFailure(error, kind, tuple(ids), rank_tokens(micro_batch, fetch.rows.of(number)))
+        tokens = rank_tokens(micro_batch, fetch.rows.of(number), targets_ahead=self.parallel.targets_ahead)
+        return FetchFailure(error, kind, tuple(ids), tokens)
 
 
 class _MicroBatchFetch:
@@ -245,4 +246,11 @@ class _MicroBatchFetch:
         micro_batch = self._fetch.rank.micro_batches[self._number]
         owner.compare(self._fetch, micro_batch, self._plan)
         got, byte_count = self._buffers.finish(), self._plan.read.byte_count
-        return rank_batch(micro_batch, got, owner.schema, expert_ids=owner.expert_ids, bytes_read=byte_count)
+        return rank_batch(
+            micro_batch,
+            got,
+            owner.schema,
+            expert_ids=owner.expert_ids,
+            bytes_read=byte_count,
+            targets_ahead=owner.parallel.targets_ahead,
+        )

@@ -74,12 +74,15 @@ class PackedRows:
     def row_count(self) -> int:
         return sum(r.stop - r.start for r in self.runs)
 
-    def spans(self) -> Iterator[Span]:
-        """The real tokens, in the order of rows."""
+    def spans(self, *, ahead: int = 0) -> Iterator[Span]:
+        """The real tokens, in the order of rows; with ``ahead`` the tokens so many further on in the sequences of the rows.
+
+        ``ahead=1`` gives the tokens that the rows predict: every row of a token but a sequence's last has one, wherever the split cut.
+        """
         row = 0
         for sequence, start, stop in self.runs:
-            if sequence != PADDING and start < self.lengths[sequence]:
-                yield Span(sequence, TokenRange(start, min(stop, self.lengths[sequence])), row)
+            if sequence != PADDING and start + ahead < self.lengths[sequence]:
+                yield Span(sequence, TokenRange(start + ahead, min(stop + ahead, self.lengths[sequence])), row)
             row += stop - start
 
     def sequence_ids(self) -> NDArray[np.int32]:
@@ -98,11 +101,14 @@ class PackedRows:
         """[R]: the slot of a padding row, -1 where a token stands."""
         return self._axis([self._slots_of(run) for run in self.runs])
 
-    def index(self) -> NDArray[np.int64]:
-        """[R]: which row of all sequences, packed by number without padding, stands here; -1 in padding (``fsref.plan.padding.take``)."""
+    def index(self, *, ahead: int = 0) -> NDArray[np.int64]:
+        """[R]: which row of all sequences, packed by number without padding, stands here; -1 in padding (``fsref.plan.padding.take``).
+
+        ``ahead``: as in ``spans``; -1 also where a sequence has no token so far on.
+        """
         offsets = [0, *accumulate(self.lengths)]
         out = np.full(self.row_count, -1, np.int64)
-        for sequence, tokens, row in self.spans():
+        for sequence, tokens, row in self.spans(ahead=ahead):
             out[row : row + len(tokens)] = np.arange(tokens.start, tokens.stop) + offsets[sequence]
         return out
 

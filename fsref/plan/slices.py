@@ -16,7 +16,7 @@ from fsref.plan.coverage import missing_ranges, present_fields
 from fsref.plan.packed import PackedRows, Span
 from fsref.plan.reads import ReadPlan, plan_read
 from fsref.plan.stages import held_layers
-from fsref.refs import Field, PayloadRef, Schema, TokenRange, flags_of
+from fsref.refs import Alignment, Field, PayloadRef, Schema, TokenRange, flags_of
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,15 @@ def plan_slice(
     layers: Sequence[int] | None,
     request_bytes_max: int,
     gap_bytes_max: int,
+    targets_ahead: int = 0,
 ) -> SlicePlan:
     """The reads of one rank. ``sources[n]`` belongs to sequence n of ``rows``.
 
     ``fields``: those that the rank needs. ``layers``: its global layer ids (``rank_layers``), None for all; fields that have none of them
-    are left out, layers that a field does not have are skipped. Limits as in ``plan_read``. Raises ``BadRef`` for a field that the schema
-    does not have or a reference that does not add up, ``PayloadError`` for other sources than sequences.
+    are left out, layers that a field does not have are skipped. Limits as in ``plan_read``. ``targets_ahead``: 1 gives each row the values
+    of target-aligned fields of the token that it predicts, the next one of its sequence, which may stand on another rank; 0 its own.
+    Raises ``BadRef`` for a field that the schema does not have or a reference that does not add up, ``PayloadError`` for
+    other sources than sequences.
     """
     if len(sources) != len(rows.lengths):
         raise PayloadError(f"{len(sources)} sources for {len(rows.lengths)} sequences")
@@ -73,11 +76,13 @@ def plan_slice(
     held = {n: _held(sources[n], schema, mine) for n in dict.fromkeys(rows.sequences)}
     plans: list[ReadPlan] = []
     real: dict[str, list[TokenRange]] = {f.name: [] for f in mine if any(f.name in names for names in held.values())}
-    for span in rows.spans():
+    ahead = {Alignment.INPUT: 0, Alignment.TARGET: targets_ahead}
+    spans = [(n, span) for n in sorted(set(ahead.values())) for span in rows.spans(ahead=n)]
+    for n, span in spans:
         ref, names = sources[span.sequence].ref, held[span.sequence]
-        if ref is None or not names:
+        wanted = [f for f in mine if f.name in names and ahead[f.alignment] == n]
+        if ref is None or not wanted:
             continue
-        wanted = [f for f in mine if f.name in names]
         plans += _span_plans(ref, schema, span, wanted, axes, request_bytes_max=request_bytes_max, gap_bytes_max=gap_bytes_max)
         gaps = missing_ranges(ref, schema)
         for f in wanted:

@@ -12,7 +12,7 @@ try:
 except ImportError as e:
     raise MissingExtra.of("torch", "torch") from e
 
-from fsref.tensors.batch import PackedMicroBatch, pack_tokens
+from fsref.tensors.batch import NO_LABEL, PackedMicroBatch, pack_tokens
 from fsref.tensors.dtypes import ExpertIds, dense_tensor, slice_dtype
 from fsref.tensors.fields import DenseTensor, Densified, RaggedTensor
 from fsref.tensors.gather import PaddingCells
@@ -30,6 +30,7 @@ from fsref.tensors.pinned import memory_for, pinned
 from fsref.tensors.ranks import rank_batch, rank_tokens
 
 __all__ = [
+    "NO_LABEL",
     "DenseTensor",
     "Densified",
     "ExpertIds",

@@ -5,7 +5,7 @@ Shape letters: T tokens, S sequences.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from fsref.errors import StepError
 from fsref.steps import MicroBatch
 from fsref.tensors.fields import DenseTensor, RaggedTensor
+
+NO_LABEL: Final = -100
+"""What torch's cross entropy leaves out (``ignore_index``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,9 @@ class PackedMicroBatch:
     """By name, those that a sequence brings."""
     samples: tuple[str, ...]
     bytes_read: int = 0
+    labels: Tensor | None = None
+    """int64 [T], where targets are those of the next token: the token that a row predicts, ``NO_LABEL`` where it predicts none. Then
+    ``loss_mask``, ``logprobs``, ``advantages`` and target-aligned fields are that token's too. None: every target is its own token's."""
     """Fetched from storage for it."""
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsref.errors import PayloadError
 from fsref.plan import PackedRows
 from fsref.plan.padding import prompt_and_completion, rectangle
-from fsref.tensors.batch import PackedMicroBatch
+from fsref.tensors.batch import NO_LABEL, PackedMicroBatch
 from fsref.tensors.fields import DenseTensor, RaggedTensor
 from fsref.tensors.gather import PaddingCells, gathered, gathered_fields
 
@@ -78,6 +78,8 @@ class PaddedMicroBatch:
     """int64 [B, W]: which packed token stands here, -1 in padding."""
     samples: tuple[str, ...]
     bytes_read: int = 0
+    labels: Tensor | None = None
+    """int64 [B, W], where the packed batch has them; ``NO_LABEL`` in padding."""
 
     def missing(self, name: str) -> Tensor:
         """bool [B, W]: a token that is no padding stands here, and the field's row is a filler, or empty because its values are missing."""
@@ -118,14 +120,16 @@ def padded(batch: PackedMicroBatch, layout: Layout, *, cells: PaddingCells) -> P
         index=index.reshape(shape),
         samples=batch.samples,
         bytes_read=batch.bytes_read,
+        labels=None if flat.labels is None else flat.labels.reshape(shape),
     )
 
 
-def arranged(batch: PackedMicroBatch, rows: PackedRows, *, cells: PaddingCells) -> PackedMicroBatch:
+def arranged(batch: PackedMicroBatch, rows: PackedRows, *, cells: PaddingCells, targets_ahead: int = 0) -> PackedMicroBatch:
     """The packed micro batch in the rows of a plan: padded behind, padded per sequence, or one rank's part of it.
 
-    ``rows.index()`` numbers the batch's tokens; padding is numbered by ``rows.row_slots()`` (``cells.first_slot`` plays no part). Raises
-    ``PayloadError`` for rows of other sequences.
+    ``rows.index()`` numbers the batch's tokens; padding is numbered by ``rows.row_slots()`` (``cells.first_slot`` plays no part).
+    ``targets_ahead=1`` puts token-level targets to the rows that predict them, and adds ``labels``; fields stay at their own token's.
+    Raises ``PayloadError`` for rows of other sequences.
     """
     if list(rows.lengths) != batch.cu_seqlens.diff().tolist():
         raise PayloadError(f"rows of sequences of {list(rows.lengths)} tokens asked of a batch of {batch.cu_seqlens.diff().tolist()}")
@@ -133,7 +137,17 @@ def arranged(batch: PackedMicroBatch, rows: PackedRows, *, cells: PaddingCells) 
     index, cu_seqlens = torch.from_numpy(rows.index()).to(device), torch.from_numpy(rows.cu_seqlens()).to(device)
     out = _gathered(batch, index, slots=rows.row_slots(), cells=cells, cu_seqlens=cu_seqlens)
     samples = tuple(batch.samples[n] for n in rows.sequences)
-    return replace(out, position_ids=torch.from_numpy(rows.positions()).to(device), samples=samples)
+    out = replace(out, position_ids=torch.from_numpy(rows.positions()).to(device), samples=samples)
+    if not targets_ahead:
+        return out
+    following = torch.from_numpy(rows.index(ahead=targets_ahead)).to(device)
+    return replace(
+        out,
+        labels=gathered(batch.token_ids, following, fill=NO_LABEL),
+        loss_mask=gathered(batch.loss_mask, following),
+        logprobs=gathered(batch.logprobs, following),
+        advantages=gathered(batch.advantages, following),
+    )
 
 
 def in_order(batch: PackedMicroBatch, rows: PackedRows) -> PackedMicroBatch:
@@ -174,6 +188,7 @@ def _gathered(
         fields=gathered_fields(batch.fields, index, slots=slots, cells=cells),
         samples=batch.samples,
         bytes_read=batch.bytes_read,
+        labels=None if batch.labels is None else gathered(batch.labels, index, fill=NO_LABEL),
     )
 
 
@@ -207,6 +222,7 @@ def _flattened(batch: PaddedMicroBatch) -> PackedMicroBatch:
         fields={name: _shaped(data, (batch.index.numel(),)) for name, data in batch.fields.items()},
         samples=batch.samples,
         bytes_read=batch.bytes_read,
+        labels=None if batch.labels is None else batch.labels.flatten(),
     )
 
 

@@ -16,25 +16,34 @@ from fsref.tensors.gather import PaddingCells
 from fsref.tensors.layouts import arranged
 
 
-def rank_tokens(micro_batch: MicroBatch, rows: PackedRows, *, token_id: int = 0) -> PackedMicroBatch:
-    """The token-level tensors of the rank's rows, without any field; ``token_id`` in padding.
+def rank_tokens(micro_batch: MicroBatch, rows: PackedRows, *, token_id: int = 0, targets_ahead: int = 0) -> PackedMicroBatch:
+    """The token-level tensors of the rank's rows, without any field; ``token_id`` in padding. ``targets_ahead``: as in ``arranged``.
 
     ``rows`` numbers the sequences of ``micro_batch``. Raises ``PayloadError`` for rows of other sequences.
     """
     nothing = PaddingCells(token_id=token_id, step=0, data_rank=0, data_ranks=1, expert_shards=1)
-    return arranged(pack_tokens(micro_batch), rows, cells=nothing)
+    return arranged(pack_tokens(micro_batch), rows, cells=nothing, targets_ahead=targets_ahead)
 
 
 def rank_batch(
-    micro_batch: MicroBatch, got: RankSlice, schema: Schema, *, expert_ids: ExpertIds = "int32", token_id: int = 0, bytes_read: int = 0
+    micro_batch: MicroBatch,
+    got: RankSlice,
+    schema: Schema,
+    *,
+    expert_ids: ExpertIds = "int32",
+    token_id: int = 0,
+    bytes_read: int = 0,
+    targets_ahead: int = 0,
 ) -> PackedMicroBatch:
     """The rank's rows: ``cu_seqlens`` and ``position_ids`` of its axis, its tokens, and the fields of ``got``.
 
-    Memory is shared with ``got`` wherever its dtypes are those of tensors already; expert ids in padding are in ``got``. Raises
-    ``PayloadError`` for a slice of other sequences or ids that do not fit, ``ConfigError`` for a form that does not hold the experts.
+    ``targets_ahead``: that of the plan that ``got`` was read by (``plan_slice``). Memory is shared with ``got`` wherever its dtypes are
+    those of tensors already; expert ids in padding are in ``got``. Raises ``PayloadError`` for a slice of other sequences or ids that do
+    not fit, ``ConfigError`` for a form that does not hold the experts.
     """
     fields = {name: _field(data, got, schema, name, expert_ids) for name, data in got.fields.items()}
-    return replace(rank_tokens(micro_batch, got.rows, token_id=token_id), fields=fields, bytes_read=bytes_read)
+    tokens = rank_tokens(micro_batch, got.rows, token_id=token_id, targets_ahead=targets_ahead)
+    return replace(tokens, fields=fields, bytes_read=bytes_read)
 
 
 def _field(data: FieldData, got: RankSlice, schema: Schema, name: str, expert_ids: ExpertIds) -> DenseTensor | RaggedTensor:

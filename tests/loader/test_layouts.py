@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -19,7 +20,7 @@ from fsref.loader.standin import StandIns
 from fsref.nodecache import NodeCache
 from fsref.parallel import Coordinate, Parallel
 from fsref.plan import ContextLayout
-from fsref.tensors import DenseTensor, PackedMicroBatch, RaggedTensor
+from fsref.tensors import NO_LABEL, DenseTensor, PackedMicroBatch, RaggedTensor
 from tests.loader.layouts import EXPERTS, LAYERS, SCHEMA, SHARDS, STAGES, TOP_K, Whole, expected_rows, make_step
 
 MULTIPLE = 4
@@ -120,6 +121,39 @@ def test_every_rank_gets_its_part_of_the_inline_arrays_and_reads_what_inspect_sh
     }
     assert set(stood) == every
     assert set(stood.values()) == {1}
+
+
+@pytest.mark.payload("C4", "D1", "D2")
+@pytest.mark.parametrize("context", list(ContextLayout))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_targets_of_the_next_token_stand_at_the_row_that_predicts_it_wherever_the_split_cuts(
+    whole: Whole, context: ContextLayout, ranks: int
+) -> None:
+    own = layout_of(context, ranks, 1)
+    parallel = replace(own, targets="next")
+    for c in range(ranks):
+        at = Coordinate(context=c)
+        for number, (got, here) in enumerate(zip(taken(whole, parallel, at)[0], taken(whole, own, at)[0], strict=True)):
+            rows = expected_rows(whole, number, parallel, at)
+            samples = [s.sequence for s in whole.samples[number]]
+            ids = [s.tokens() for s in samples]
+            nexts: Rows = [(r[0], r[1] + 1) if r is not None and r[1] + 1 < len(ids[r[0]]) else None for r in rows]
+            assert got.labels is not None
+            assert got.labels.tolist() == [NO_LABEL if r is None else ids[r[0]][r[1]] for r in nexts]
+            assert got.loss_mask.tolist() == [r is not None and not samples[r[0]].padding for r in nexts]
+            logprobs = [np.frombuffer(s.logprobs, "<f4") for s in samples]
+            assert got.logprobs.tolist() == [0.0 if r is None else float(logprobs[r[0]][r[1]]) for r in nexts]
+            for name in ("top_logprobs", "sampling_mask"):
+                data = got.fields[name]
+                assert isinstance(data, RaggedTensor)
+                same_values(whole, number, name, data, nexts)
+            # What is fed stays where it was.
+            routing = got.fields["routed_experts"]
+            assert isinstance(routing, DenseTensor)
+            same_routing(whole, number, routing, rows, LAYERS)
+            for tensor, before in ((got.token_ids, here.token_ids), (got.position_ids, here.position_ids), (got.padding, here.padding)):
+                assert torch.equal(tensor, before)
+            assert here.labels is None
 
 
 @pytest.mark.payload("D1", "D5")

@@ -124,7 +124,8 @@ def fields(rng: np.random.Generator, count: int) -> dict[str, DenseTensor | Ragg
 
 def random_batch(rng: np.random.Generator, lengths: Sequence[int]) -> PackedMicroBatch:
     tokens = pack_tokens(sequences(rng, lengths, dummies=[n for n in range(1, len(lengths)) if rng.random() < 0.3]))
-    return PackedMicroBatch(**{**vars(tokens), "fields": fields(rng, sum(lengths)), "bytes_read": 99})
+    labels = torch.from_numpy(rng.integers(0, 100, sum(lengths))) if rng.random() < 0.5 else None
+    return PackedMicroBatch(**{**vars(tokens), "fields": fields(rng, sum(lengths)), "bytes_read": 99, "labels": labels})
 
 
 @st.composite
@@ -165,6 +166,9 @@ def test_a_rectangle_holds_what_stands_at_each_of_its_cells_and_goes_back_byte_f
     for name, fill in zip(TOKEN_LEVEL, (7, 0, 0, 0, 0, 1, 1), strict=True):
         expected = oracle.laid(split(getattr(batch, name), lengths), where, fill)
         assert raw(getattr(got, name)) == expected.tobytes(), name
+    assert (got.labels is None) == (batch.labels is None)
+    if batch.labels is not None and got.labels is not None:
+        assert raw(got.labels) == oracle.laid(split(batch.labels, lengths), where, -100).tobytes()
     for name, data in batch.fields.items():
         laid = got.fields[name]
         assert laid.valid.tolist() == oracle.laid(split(data.valid, lengths), where, False).tolist()
