@@ -32,8 +32,17 @@ class FakeClient:
     missing = False
 
     def __init__(
-        self, *, env: Any, envs_dir: Path, run: str, run_uuid: str, session: str, abandoned: Callable[[str, Mapping[str, int]], None]
+        self,
+        *,
+        env: Any,
+        envs_dir: Path,
+        run: str,
+        run_uuid: str,
+        session: str,
+        abandoned: Callable[[str, Mapping[str, int]], None],
+        attempt: str,
     ) -> None:
+        assert attempt == ""  # not in a job
         assert (run, run_uuid) == (self.world.info.run, self.world.info.run_uuid)
         assert session.startswith(("orc.", "evl."))
         assert envs_dir == self.world.folder / "envs"
@@ -51,6 +60,11 @@ class FakeClient:
         assert (target.base_url, target.model, target.kind) == ("http://127.0.0.1:9", "policy", "train")
         self.sampling.append(sampling)
         return await self.world.run(task, 0)
+
+    def counts(self) -> dict[str, Any]:
+        done = self.world.runs
+        found = episodes.ReplicaCounts(alive=True, in_flight=0, finished=done, failed=0, cancelled=0, deaths=0)
+        return {f"{self.env.name}-0": found}
 
     @property
     def bytes_received(self) -> int:
