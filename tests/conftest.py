@@ -14,7 +14,7 @@ from tests.support.s3servers import moto, s3_credentials, weed
 
 __all__ = ["fault_proxy", "moto", "s3_credentials", "weed"]  # fixtures of every test
 
-NOT_CORE = frozenset({"envserver", "episodes", "inference", "orchestrator", "pipeline", "tensors", "loader", "trainer", "proofs"})
+NOT_CORE = frozenset({"costs", "envserver", "episodes", "inference", "orchestrator", "pipeline", "tensors", "loader", "trainer", "proofs"})
 """Test folders whose subject needs an extra."""
 
 
