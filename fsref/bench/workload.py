@@ -99,7 +99,7 @@ class Workload:
     def outs(self) -> tuple[Out, ...]:
         """Per sample, its slices of one packed buffer per dense field and column. Every method fills these."""
         with self.reader("none") as reader:
-            plans = [reader.plan(r) for r in self.refs["none"]]
+            plans = [reader.plan(r.truncated(self.kept)) for r in self.refs["none"]]
         tokens = self.kept * len(plans)
         packed: dict[str, NDArray[Any]] = {}
         outs = []
