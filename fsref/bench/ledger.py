@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from fsref.bench.measure import machine
+from fsref.bench.measure import machine, rss_peak_bytes
 from fsref.config import LedgerSection
 from fsref.errors import StoreError
 from fsref.journal import create_run, write_dead
@@ -159,16 +159,10 @@ def write_run(ledger: Path, *, objects: int, run_uuid: str) -> None:
     write(trn, [*trained, Close(0, counters={"steps_taken": steps, "steps_dropped": steps})])
 
 
-def _peak_mib() -> float:
-    """Highest resident size of this process; ``ru_maxrss`` would include the one that started it."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def _audit(folder: str, run_uuid: str) -> dict[str, Any]:
     """In a process of its own, for its peak memory."""
     store = open_root(folder, run=RUN)
-    before = _peak_mib()
+    before = rss_peak_bytes() / 2**20
     start, cpu = time.perf_counter(), time.process_time()
     found = audit(store, Path(folder) / RUN / "ledger", run=RUN, run_uuid=run_uuid)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -179,7 +173,7 @@ def _audit(folder: str, run_uuid: str) -> dict[str, Any]:
         "seconds": wall,
         "cpu_seconds": cpu,
         "records_per_s": found.totals.records / wall,
-        "peak_mib": _peak_mib(),
+        "peak_mib": rss_peak_bytes() / 2**20,
         "start_mib": before,
     }
 

@@ -91,6 +91,12 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def rss_peak_bytes() -> int:
+    """Highest resident memory of this process since the mark was reset; ``ru_maxrss`` would include the process that started it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
 def peak_growth(work: Callable[[], Any]) -> int:
     """Bytes by which ``work`` raised the resident memory at its highest; -1 where the system does not let the mark be reset."""
     try:
@@ -99,9 +105,7 @@ def peak_growth(work: Callable[[], Any]) -> int:
         return -1
     before = rss_bytes()
     work()
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    highest = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    return max(0, highest - before)
+    return max(0, rss_peak_bytes() - before)
 
 
 def machine() -> str:
