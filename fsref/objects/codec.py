@@ -13,6 +13,7 @@ from numcodecs import blosc
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
+from fsref.plan.layout import SHUFFLED_VALUES
 from fsref.refs import Codec
 
 blosc.use_threads = False
@@ -23,6 +24,7 @@ _CNAMES: Final = {"lz4": b"lz4", "zstd": b"zstd", "blosclz": b"blosclz"}
 _FORMATS: Final = {"blosclz": 0, "lz4": 1, "zstd": 4}
 """Bits 5 to 7 of a Blosc header's flags: which decoder runs. A header that names another one than the schema never reaches it."""
 _BLOSC_VERSION: Final = 2
+_WIDTHS: Final = (4, 2)
 _OVERHEAD_BYTES: Final = 64
 """What packing adds at most to data that does not compress: Blosc's header and the crc."""
 
@@ -32,8 +34,19 @@ def encode_chunk(chunk: NDArray[Any], codec: Codec) -> tuple[bytes | NDArray[np.
     if codec.name == "none":
         packed: bytes | NDArray[np.uint8] = chunk.reshape(-1).view(np.uint8)
     else:
-        packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=chunk.dtype.itemsize)
+        width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
+        packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=width)
     return packed, google_crc32c.value(packed).to_bytes(CRC_BYTES, "little")
+
+
+def shuffle_width(chunk_nbytes: int, itemsize: int) -> int:
+    """Blosc's ``typesize`` for a chunk: the bytes that bitshuffle takes as one value.
+
+    Narrow values are taken two or four at a time where the chunk divides (Blosc shuffles eight values at once): the same bit planes, side
+    by side, pack as tightly, and Blosc transposes bytes one by one in scalar code, wider values with SSE2: one-byte routing decodes 1.6
+    times as fast (docs/notes/0005-shuffle-width.md). Readers take the width from the chunk's own header.
+    """
+    return next((w for w in _WIDTHS if w > itemsize and chunk_nbytes % (SHUFFLED_VALUES * w) == 0), itemsize)
 
 
 def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec, *, check: bool = True) -> None:

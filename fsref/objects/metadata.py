@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from fsref.objects.codec import shuffle_width
 from fsref.plan.layout import Array, Layout
 from fsref.refs import Codec, Schema, TokenRange
 
@@ -22,7 +23,6 @@ def codec_chain(array: Array, codec: Codec) -> list[dict[str, Any]]:
     """The Zarr v3 codecs of an array's chunks."""
     chain: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if codec.name != "none":
-        itemsize = np.dtype(array.dtype).itemsize
         chain.append(
             {
                 "name": "blosc",
@@ -30,7 +30,7 @@ def codec_chain(array: Array, codec: Codec) -> list[dict[str, Any]]:
                     "cname": codec.name,
                     "clevel": codec.level,
                     "shuffle": "bitshuffle",
-                    "typesize": itemsize,
+                    "typesize": shuffle_width(array.chunk_nbytes, np.dtype(array.dtype).itemsize),
                     "blocksize": 0,
                 },
             }

@@ -6,7 +6,6 @@ says, so that a Zarr tool and this reader see the same arrays (or neither does).
 """
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
 
 from fsref.errors import BadRef, ConfigError, ObjectCorrupt
 from fsref.objects.codec import decode_chunk, stored_bytes_max
@@ -159,7 +159,7 @@ class ObjectView:
         if entry.size > METADATA_BYTES_MAX:
             raise ObjectCorrupt(f"{self._file.name}: {name} has {entry.size} bytes, at most {METADATA_BYTES_MAX} are read")
         data = self._data(entry).tobytes()
-        if zlib.crc32(data) != entry.crc:
+        if crc32(data) != entry.crc:
             raise ObjectCorrupt(f"{self._file.name}: {name} fails its crc32")
         try:
             return json.loads(data)

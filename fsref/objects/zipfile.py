@@ -6,9 +6,10 @@ and methods are checked against the file before anything is believed.
 
 import re
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+from zlib_ng.zlib_ng import crc32
 
 from fsref.errors import ObjectCorrupt
 from fsref.plan.layout import ENTRIES_MAX
@@ -48,7 +49,7 @@ class ZipWriter:
         """Appends one stored entry made of ``parts``, ``size`` bytes in all."""
         crc = 0
         for part in parts:
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
         raw = name.encode("ascii")
         common = (0, 0, 0, _DATE, crc, size, size, len(raw), 0)
         header = _LOCAL.pack(_LOCAL_MAGIC, _VERSION, *common) + raw

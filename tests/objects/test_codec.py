@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
 from fsref.objects import decode_chunk, encode_chunk
+from fsref.objects.codec import shuffle_width
 from fsref.refs import Codec
 
 
@@ -35,6 +36,21 @@ def test_a_wrong_size_is_refused_before_decoding() -> None:
             decode_chunk(stored(values, codec), np.empty(length, np.int32), codec)
     with pytest.raises(ObjectCorrupt, match="less than its checksum"):
         decode_chunk(np.zeros(3, np.uint8), np.empty(1, np.int32), codec)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "width"),
+    [("uint8", 64, 4), ("uint8", 48, 2), ("uint8", 40, 1), ("uint16", 64, 4), ("uint16", 8, 2), ("float64", 8, 8)],
+)
+def test_narrow_values_are_shuffled_several_at_a_time_where_the_chunk_divides(dtype: str, count: int, width: int) -> None:
+    values = np.arange(count * 16, dtype=np.int64)[: count * 16 : 16].astype(dtype)
+    assert shuffle_width(values.nbytes, values.itemsize) == width
+    assert stored(values, Codec())[3] == width  # the header's own typesize
+
+
+def test_wide_shuffling_packs_routing_as_tightly() -> None:
+    ids = np.random.default_rng(0).integers(0, 128, 384 * 2048, np.uint8)
+    assert len(stored(ids, Codec())) / ids.nbytes < 0.885  # seven of eight bits
 
 
 FORGE = """
