@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from fsref.cli.app import app
 from fsref.cli.failures import exit_code, one_line
 from fsref.cli.roles import ROLES, Role, find
 from fsref.errors import ConfigError, FsrefError, MissingExtra, ObjectMissing, StoreFull
 
-COMMANDS = sorted(c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None)
+FOUND = typer.main.get_group(app).commands
+COMMANDS = sorted(FOUND)
 
 
 def fsref(*args: str, cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -34,7 +36,7 @@ def test_every_command_is_listed_and_explains_itself(tmp_path: Path) -> None:
         COMMANDS
     )
     listed = fsref("--help", cwd=tmp_path).stdout
-    hidden = {c.name or c.callback.__name__ for c in app.registered_commands if c.hidden and c.callback}
+    hidden = {name for name, command in FOUND.items() if command.hidden}
     assert all(name in listed for name in set(COMMANDS) - hidden)
 
 

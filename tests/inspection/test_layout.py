@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsref.cli.app import ContextLayouts
+from fsref.cli.commands.runs import ContextLayouts
 from fsref.cli.layout import main
 from fsref.errors import ConfigError, ObjectMissing
 from fsref.inspection.layout import layout_report
