@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from fsref/config/sections.py: every key with its type, bounds, default and the string under it.
+"""Writes docs/configuration.md from fsref/config/: every key with its type, bounds, default and the string under it.
 
 python tools/config_docs.py            # rewrites the file
 python tools/config_docs.py --check    # exit code 1 if it is out of date (a test does this)
@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from fsref import config
-from fsref.config import sections, slurm
+from fsref.config import run, sampling, sections, slurm, storage, training
 from fsref.refs import lints, schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +28,14 @@ be given on the command line as well, as TOML or as a bare word:
 Unknown keys are refused with the nearest name. The launcher writes what came out to `<run_dir>/config.json`; roles read that file.
 No other setting exists: nothing reads environment variables, except that S3 credentials come from where S3 clients look for them.
 
-This page is made by `tools/config_docs.py` from `fsref/config/sections.py`.
+This page is made by `tools/config_docs.py` from `fsref/config/`.
 """
 
 
 def docstrings() -> dict[tuple[str, str], str]:
     """The string under each field, by class and field name."""
     out: dict[tuple[str, str], str] = {}
-    for module in (sections, slurm, schema, lints):
+    for module in (run, sampling, training, storage, sections, slurm, schema, lints):
         assert module.__file__ is not None
         for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):

@@ -5,27 +5,12 @@ Nothing below this package reads the environment or a config file; each part get
 """
 
 from fsref.config.loading import build, dump, keys, load, parse, struct_of
-from fsref.config.sections import (
-    Config,
-    EnvSection,
-    InferenceSection,
-    LauncherSection,
-    LedgerSection,
-    LossSection,
-    MetricsSection,
-    ModelSection,
-    OrchestratorSection,
-    ParallelAxis,
-    ParallelSection,
-    PayloadSection,
-    RunSection,
-    SamplingSection,
-    StoreSection,
-    Targets,
-    TrainerSection,
-    quota_share,
-)
+from fsref.config.run import LauncherSection, MetricsSection, PayloadSection, RunSection
+from fsref.config.sampling import EnvSection, InferenceSection, ModelSection, OrchestratorSection, SamplingSection
+from fsref.config.sections import Config, quota_share
 from fsref.config.slurm import SlurmOrchestratorSection, SlurmSamplingSection, SlurmSection, SlurmTrainingSection
+from fsref.config.storage import LedgerSection, StoreSection
+from fsref.config.training import LossSection, ParallelAxis, ParallelSection, Targets, TrainerSection
 
 __all__ = [
     "Config",
