@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Any, Final
 
-from fsref.bench import methods
+from fsref.bench import methods, others
 from fsref.bench.measure import Ratio, interleaved, machine, peak_growth, ratio
 from fsref.bench.methods import Method
 from fsref.bench.shapes import shape_of
@@ -19,6 +19,12 @@ TARGETS: Final = (
     ("fsref, codec none / GETs", methods.FSREF_NONE, methods.GETS, 0.9),
     ("fsref / safetensors slices", methods.FSREF, methods.SAFETENSORS, 0.0),
     ("fsref / Ray object store", methods.FSREF, methods.RAY, 0.0),
+    ("fsref, codec none / Ray object store", methods.FSREF_NONE, methods.RAY, 0.0),
+    ("fsref / TransferQueue", methods.FSREF, methods.TRANSFER_QUEUE, 0.0),
+    ("fsref, codec none / TransferQueue", methods.FSREF_NONE, methods.TRANSFER_QUEUE, 0.0),
+    ("fsref / s3fs and decode", methods.FSREF, others.S3FS_DECODE, 0.0),
+    ("fsref, codec none / s3fs", methods.FSREF_NONE, others.S3FS, 0.0),
+    ("obstore GETs / s3fs", methods.GETS, others.S3FS, 0.0),
 )
 """What is compared: label, the method, what it is compared with, and the ratio of speeds to reach (0: none is set)."""
 NOT_INSTALLED: Final = "not installed"
@@ -29,7 +35,7 @@ def fetch(options: Options) -> dict[str, Any]:
     shape = shape_of(options.shape).without(heads=options.heads, masks=options.masks)
     with workload(options, shape) as work:
         local = all(s.posix_path is not None for s in work.stores.values())
-        made, absent = _make(work, methods.LOCAL if local else methods.REMOTE)
+        made, absent = _make(work, {**methods.LOCAL, **others.LOCAL} if local else {**methods.REMOTE, **others.REMOTE})
         try:
             peaks = {name: _peak(work, name, m) for name, m in made.items()}
             timings = interleaved({n: m.run for n, m in made.items()}, repeats=options.repeats)
@@ -60,18 +66,17 @@ def fetch(options: Options) -> dict[str, Any]:
 
 
 def _make(work: Workload, makers: dict[str, Any]) -> tuple[dict[str, Method], dict[str, str]]:
+    needs = methods.NEEDS | others.NEEDS
+    absent = {name: NOT_INSTALLED for name in makers if name in needs and importlib.util.find_spec(needs[name]) is None}
     made: dict[str, Method] = {}
-    absent: dict[str, str] = {}
-    for name, make in makers.items():
-        package = methods.NEEDS.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
-            absent[name] = NOT_INSTALLED
-            continue
-        made[name] = make(work)
-    if importlib.util.find_spec(methods.NEEDS[methods.TRANSFER_QUEUE]) is None:
-        absent[methods.TRANSFER_QUEUE] = NOT_INSTALLED
-    else:
-        absent[methods.TRANSFER_QUEUE] = "installed, and not driven by this bench"
+    try:
+        for name, make in makers.items():
+            if name not in absent:
+                made[name] = make(work)
+    except BaseException:
+        for m in made.values():
+            m.close()
+        raise
     return made, absent
 
 
@@ -79,7 +84,7 @@ def _peak(work: Workload, name: str, method: Method) -> int:
     """Memory that the method's first run took beside the buffers, and proof that it fills them."""
     work.clear()
     peak = peak_growth(method.run)
-    if name in methods.FILLS:
+    if name in methods.FILLS | others.FILLS:
         work.check()
     return peak
 

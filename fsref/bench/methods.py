@@ -269,25 +269,6 @@ class Safetensors(Method):
                 place(self.work.outs[sample], name, found, kept)
 
 
-class Ray(Method):
-    """Arrays put to one node's object store, fetched by reference and copied to the buffers."""
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self._ray: Any = importlib.import_module("ray")
-        self._ray.init(num_cpus=work.options.threads, log_to_driver=False, include_dashboard=False, configure_logging=False)
-        self._refs = [self._ray.put(arrays(p, p.token_count)) for p in work.payloads]
-
-    def one(self, sample: int) -> None:
-        found = self._ray.get(self._refs[sample % len(self._refs)])
-        for name, columns in found.items():
-            place(self.work.outs[sample], name, columns, self.work.kept)
-
-    def close(self) -> None:
-        super().close()
-        self._ray.shutdown()
-
-
 class Gets(Method):
     """The plan's requests as ranged GETs by obstore, decoded or not: the limit of any reader on this object storage."""
 
@@ -324,7 +305,6 @@ LOCAL: Final[dict[str, Callable[[Workload], Method]]] = {
     ZARR: ZarrPython,
     HTTP: Http,
     SAFETENSORS: Safetensors,
-    RAY: Ray,
 }
 REMOTE: Final[dict[str, Callable[[Workload], Method]]] = {
     GETS: lambda w: Gets(w, "none", decode=False),
@@ -333,6 +313,6 @@ REMOTE: Final[dict[str, Callable[[Workload], Method]]] = {
     FSREF: lambda w: Fsref(w, "default"),
     FSREF_NONE: lambda w: Fsref(w, "none"),
 }
-NEEDS: Final = {SAFETENSORS: "safetensors", RAY: "ray", TRANSFER_QUEUE: "transfer_queue", GETS: "obstore", GETS_DECODE: "obstore"}
-FILLS: Final = frozenset({FSREF, FSREF_NONE, FSREF_UNCHECKED, ZARR, HTTP, SAFETENSORS, RAY})
+NEEDS: Final = {SAFETENSORS: "safetensors", GETS: "obstore", GETS_DECODE: "obstore"}
+FILLS: Final = frozenset({FSREF, FSREF_NONE, FSREF_UNCHECKED, ZARR, HTTP, SAFETENSORS})
 """Methods that leave the whole sample in the buffers, which is then compared."""

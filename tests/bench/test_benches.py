@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fsref.bench import methods
+from fsref.bench import methods, others
 from fsref.bench.codecs import best, codecs, moved
 from fsref.bench.fetch import fetch
 from fsref.bench.keep import keep
@@ -39,7 +39,8 @@ def fetched() -> dict[str, Any]:
 
 def test_every_method_of_fetch_fills_the_same_buffers_and_is_reported(fetched: dict[str, Any]) -> None:
     rows = {r["method"]: r for r in fetched["rows"]}
-    assert set(rows) | set(fetched["absent"]) == {*methods.LOCAL, methods.TRANSFER_QUEUE}
+    assert set(rows) | set(fetched["absent"]) == {*methods.LOCAL, *others.LOCAL}
+    assert set(fetched["absent"].values()) <= {"not installed"}
     assert rows[methods.FSREF]["bytes_read"] < rows[methods.HTTP]["bytes_read"]
     assert rows[methods.HTTP]["requests"] == 2
     assert all(r["ms_min"] <= r["ms"] <= r["ms_max"] for r in fetched["rows"])
@@ -179,6 +180,7 @@ def test_on_object_storage_fsref_stands_beside_plain_gets_with_one_request_a_sam
     del s3_credentials
     found = fetch(msgspec.structs.replace(LEAST, root=f"s3://{BUCKET}/bench", endpoint=weed.endpoint, region=REGION))
     rows = {r["method"]: r for r in found["rows"]}
-    assert set(rows) == set(methods.REMOTE)
+    assert set(rows) == {*methods.REMOTE, *others.REMOTE}
     assert ratios(found)["requests per sample"] == 1
-    assert rows[methods.FSREF]["bytes_read"] == rows[methods.GETS_DECODE]["bytes_read"]
+    assert rows[methods.FSREF]["bytes_read"] == rows[methods.GETS_DECODE]["bytes_read"] == rows[others.S3FS_DECODE]["bytes_read"]
+    assert rows[methods.FSREF_NONE]["requests"] == rows[others.S3FS]["requests"] == 2
