@@ -33,8 +33,9 @@ from obstore.store import S3Store
 from fsref.config import Config, LedgerSection, RunSection, StoreSection
 from fsref.journal import create_run
 from fsref.objects import EncodedObject, encode
-from fsref.pipeline.layout import free_ports, own_server
+from fsref.pipeline.layout import own_server
 from fsref.pipeline.objectserver import Home, start
+from fsref.pipeline.ports import free_ports
 from fsref.pipeline.processes import Family
 from fsref.reader import Reader, allocate
 from fsref.reader.chunks import Placer

@@ -249,10 +249,11 @@ class StepRights:
         for step in fresh:
             del self.taken[step]
             self.released[step] = committed(lo, hi, by=self.inc)
-        return _ranges(fresh)
+        return step_ranges(fresh)
 
 
-def _ranges(steps: list[int]) -> list[tuple[int, int]]:
+def step_ranges(steps: list[int]) -> list[tuple[int, int]]:
+    """Steps in rising order as ranges, both ends included."""
     out: list[tuple[int, int]] = []
     for step in steps:
         if out and out[-1][1] == step - 1:

@@ -5,10 +5,8 @@ Owns the resolved config of a run and the command lines. Refuses to start or wri
 
 import datetime as dt
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,11 +17,11 @@ from msgspec.structs import replace
 from fsref.config import Config, EnvSection, StoreSection
 from fsref.errors import BadRef, ConfigError
 from fsref.parallel import data_parallel
+from fsref.pipeline.ports import LOOPBACK
 from fsref.pipeline.processes import Command
 from fsref.refs import check_run
 from fsref.store.open import posix_root
 
-LOOPBACK = "127.0.0.1"
 SERVER_FOLDER: Final = "objectserver"
 """In the run's folder: everything of an object server of the run's own."""
 KEYS: Final = "credentials"
@@ -107,17 +105,6 @@ def own_server(config: Config, run_dir: Path, ports: Sequence[int]) -> StoreSect
     if not ports:
         raise ConfigError(f"store.server = {store.server!r}: the launcher starts it; give a role the run's config.json")
     return replace(store, endpoint=f"http://{LOOPBACK}:{ports[0]}", region="us-east-1", profile=KEYS_PROFILE, credentials_file=keys)
-
-
-def free_ports(count: int) -> list[int]:
-    """Free loopback TCP ports, all different. Another process may still take one before it is used: its user then fails to bind and says
-    so.
-    """
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((LOOPBACK, 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 def address_file(run_dir: Path, env: EnvSection, node: str) -> Path:

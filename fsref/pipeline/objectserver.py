@@ -25,7 +25,8 @@ from msgspec.structs import replace
 from fsref.config import Config, StoreSection
 from fsref.errors import RoleFailed, RunBusy, StoreError
 from fsref.journal import identity
-from fsref.pipeline.layout import KEYS, KEYS_PROFILE, LOOPBACK, SERVER_FOLDER, free_ports
+from fsref.pipeline.layout import KEYS, KEYS_PROFILE, SERVER_FOLDER
+from fsref.pipeline.ports import LOOPBACK, free_ports
 from fsref.pipeline.processes import Child, Command, Family
 from fsref.pipeline.supervise import describe
 from fsref.pool import Host, Ports, key_variables, server_argv, volumes, volumes_on_disk, weed_program

@@ -14,9 +14,10 @@ from fsref.config import Config
 from fsref.errors import ConfigError, FsrefError, RoleFailed, StoreError
 from fsref.pipeline import objectserver, settle
 from fsref.pipeline.board import Board
-from fsref.pipeline.layout import RoleCommand, free_ports, mint_run_id, resolve, role_commands
+from fsref.pipeline.layout import RoleCommand, mint_run_id, resolve, role_commands
 from fsref.pipeline.metrics import Follower
 from fsref.pipeline.objectserver import ObjectServer
+from fsref.pipeline.ports import free_ports
 from fsref.pipeline.prepare import claim, make_model, make_run_file
 from fsref.pipeline.processes import Child, Command, Family
 from fsref.pipeline.resume import resume

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,6 @@ import httpx
 from fsref import config as settings
 
 START_S = 240
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def write_config(path: Path, model: Path, port: int, **sections: Any) -> Path:

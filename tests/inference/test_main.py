@@ -16,7 +16,8 @@ from fsref.errors import ConfigError
 from fsref.inference.main import split_address
 from fsref.wire.modelconfig import read_model_shape
 from fsref.wire.routing import decode_routed_experts
-from tests.inference.processes import Role, free_port, role, write_config
+from tests.inference.processes import Role, role, write_config
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

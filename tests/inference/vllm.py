@@ -11,7 +11,8 @@ import pytest
 
 from fsref.config import build
 from fsref.inference.external import Installed, environment
-from tests.inference.processes import Role, free_port, role, write_config
+from tests.inference.processes import Role, role, write_config
+from tests.support.ports import free_port
 
 PYTHON = os.environ.get("FSREF_VLLM_PYTHON", "")
 """An interpreter that has vLLM's CPU build 0.27.1; without it the tests are skipped."""

@@ -8,7 +8,8 @@ import msgspec
 
 from fsref.config import Config, ParallelSection
 from tests.loader.rank_process import Breakage, Report, run_rank
-from tests.support.forks import fork_context, free_port
+from tests.support.forks import fork_context
+from tests.support.ports import free_port
 from tests.trainer.runs import DEADLINE_S, SmallRun
 
 FETCH_DEADLINE_S = 2.0

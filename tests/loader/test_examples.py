@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fsref.config import dump
-from tests.support.forks import fork_context, free_port
+from tests.support.forks import fork_context
+from tests.support.ports import free_port
 from tests.trainer.runs import DEADLINE_S, SmallRun
 
 FSDP2 = Path(__file__).resolve().parents[2] / "docs" / "examples" / "fsdp2.py"

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from fsref.config import Config, EnvSection, InferenceSection, ModelSection, ParallelSection, RunSection, StoreSection, TrainerSection
 from fsref.errors import ConfigError
-from fsref.pipeline.layout import Part, free_ports, mint_run_id, resolve, role_commands
+from fsref.pipeline.layout import Part, mint_run_id, resolve, role_commands
+from fsref.pipeline.ports import free_ports
 from fsref.pipeline.run import make_plan
 from fsref.refs import check_run
 

@@ -20,7 +20,8 @@ from fsref.pipeline.processes import Family
 from fsref.pipeline.run import make_plan
 from fsref.store import Capabilities, open_root
 from tests.pipeline.test_run import GOOD, NOW, Stage, fake_model
-from tests.support.s3servers import free_ports, weed_program
+from tests.support.ports import free_ports
+from tests.support.s3servers import weed_program
 
 
 @pytest.fixture

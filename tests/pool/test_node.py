@@ -13,7 +13,8 @@ import pytest
 from fsref.config import StoreSection
 from fsref.journal.identity import process_start
 from fsref.store import open_root
-from tests.support.s3servers import SECRET_KEY, free_ports, weed_program
+from tests.support.ports import free_ports
+from tests.support.s3servers import SECRET_KEY, weed_program
 
 
 def command(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":

@@ -1,13 +1,8 @@
-"""Recovery that is cut off before or after each of its operations, one after the other: running it again always ends PROVED.
-
-The cut is an exception that nothing catches; the journal's lock goes with it, as it does with a killed process.
-"""
+"""Recovery that is cut off before or after each of its operations, one after the other: running it again always ends PROVED."""
 
 import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,50 +13,15 @@ from fsref.reaper import Verdict, adopt, close_run, recover, recovery, step
 from fsref.reaper.adopt import fence
 from fsref.reaper.deleter import Deleter
 from fsref.refs import object_name
+from tests.reaper.cuts import Cutter, Killed, crashed
 from tests.reaper.stage import FaultyStore, Stage
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class Cutter:
-    """Counts operations; cuts the one that it is told to, before or after it takes effect. Once cut, nothing works any more."""
-
-    def __init__(self, at: int, *, after: bool) -> None:
-        self.at, self.after, self.count, self.dead = at, after, 0, False
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            if self.dead:
-                raise Killed
-            self.count += 1
-            if self.count == self.at and not self.after:
-                self.dead = True
-                raise Killed
-            out = function(*args, **kwargs)
-            if self.count == self.at:
-                self.dead = True
-                raise Killed
-            return out
-
-        return operation
-
-
 def crashed_run(root: Path) -> Stage:
-    """A run whose every process was killed, with something of each kind left."""
-    stage = Stage(root)
-    env, orc, trn = stage.env(), stage.orc(), stage.trn()
-    trn.taken(stage.ship(orc, 0, stage.reply(env, orc, 2)))
-    trn.used(0)
-    trn.drop_steps(0, 0)
-    stage.store.delete([object_name(stage.batches[0][0])])
-    stage.reply(env, orc)
-    stage.put(env)
-    stage.put(env, keep=False)
-    stage.store.put(f"obj/{env.inc}/.0000000099.tmp", [b"half"])
-    for holder in (env, orc, trn):
-        stage.kill(holder)
+    """A run whose every process was killed, with something of each kind left, half an object too."""
+    stage = crashed(Stage(root))
+    folder = object_name(stage.batches[0][0]).rpartition("/")[0]
+    stage.store.put(f"{folder}/.0000000099.tmp", [b"half"])
     return stage
 
 

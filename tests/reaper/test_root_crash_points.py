@@ -1,16 +1,13 @@
 """As test_crash_points, on a root that is no folder: a recovery or adoption is cut off at each store operation and record, with and without
 the loss of the node that it ran on; running it again always ends PROVED."""
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fsref.errors import StoreError
 from fsref.journal import write_dead
 from fsref.journal.catalogue import read_catalogue
 from fsref.journal.file import Journal, _open_journals
@@ -19,8 +16,8 @@ from fsref.reaper import ConsumerHolder, EnvHolder, StepHolder, Verdict, close_r
 from fsref.reaper.deleter import Deleter
 from fsref.refs import object_name
 from fsref.store import Capabilities
+from tests.reaper.cuts import Cutter, Killed, crashed
 from tests.reaper.rootstage import RootStage
-from tests.reaper.test_crash_points import Killed
 from tests.support.faultystore import FaultyStore
 
 OPERATIONS = ((Journal, "append"), (FaultyStore, "put"), (FaultyStore, "open"), (FaultyStore, "delete"), (FaultyStore, "list"))
@@ -43,44 +40,6 @@ def _probe_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     good = Capabilities(create_only=True, list_after_write=True, bulk_delete_max=1, delete_works=True, versioning="none")
     monkeypatch.setattr(recovery, "probe", lambda _: good)
     monkeypatch.setattr(holder, "probe_root", lambda _: good)
-
-
-def crashed_run(root: Path) -> RootStage:
-    """A run whose every process was killed, with something of each kind left."""
-    stage = RootStage(root)
-    env, orc, trn = stage.env(), stage.orc(), stage.trn()
-    trn.taken(stage.ship(orc, 0, stage.reply(env, orc, 2)))
-    trn.used(0)
-    trn.drop_steps(0, 0)
-    stage.store.delete([object_name(stage.batches[0][0])])
-    stage.reply(env, orc)
-    stage.put(env)
-    stage.put(env, keep=False)
-    for one in (env, orc, trn):
-        stage.kill(one)
-    return stage
-
-
-class Cutter:
-    """Counts operations; cuts the one that it is told to, before or after it takes effect (or fails). Then nothing works any more."""
-
-    def __init__(self, at: int, *, after: bool) -> None:
-        self.at, self.after, self.count, self.dead = at, after, 0, False
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            if self.dead:
-                raise Killed
-            self.count += 1
-            if self.count != self.at:
-                return function(*args, **kwargs)
-            self.dead = True
-            if self.after:
-                with contextlib.suppress(StoreError):
-                    function(*args, **kwargs)
-            raise Killed
-
-        return operation
 
 
 def cut(cutter: Cutter, act: Callable[[], object]) -> bool:
@@ -111,7 +70,7 @@ def bury(stage: RootStage, *, lost_node: bool) -> None:
 @CUTS
 def test_recovery_over_objects_can_be_killed_anywhere(tmp_path: Path, after: bool, lost_node: bool) -> None:
     for at in itertools.count(1):
-        stage = crashed_run(tmp_path / str(at))
+        stage = crashed(RootStage(tmp_path / str(at)))
         was_cut = cut(Cutter(at, after=after), partial(recover, stage.store, stage.ledger, run=stage.run, resume_step=None))
         bury(stage, lost_node=lost_node)
         found = close_run(stage.store, stage.ledger, run=stage.run)

@@ -14,8 +14,8 @@ from fsref.reaper import EnvHolder, StepHolder, Verdict, close_run, recover, suc
 from fsref.reaper.delete import delete_objects
 from fsref.reaper.deleter import Deleter
 from fsref.steps import info_name
+from tests.reaper.cuts import Cutter, Killed
 from tests.reaper.stage import FaultyStore, Stage
-from tests.reaper.test_crash_points import Cutter, Killed
 
 
 def publish(stage: Stage, step: int) -> None:

@@ -1,7 +1,6 @@
 """Processes of tests that need torch: forked from one server per session, which has loaded what takes seconds."""
 
 import multiprocessing
-import socket
 from multiprocessing.context import ForkServerContext
 from typing import Final
 
@@ -21,11 +20,3 @@ def fork_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -6,7 +6,6 @@ Use the fixtures ``weed``, ``moto`` and ``s3_credentials``; ``S3Server.settings`
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from fsref.config import StoreSection
 from tests.support import needs
+from tests.support.ports import free_ports
 
 ACCESS_KEY: Final = "AKIASENTINELID000000"
 SECRET_KEY: Final = "SENTINEL/secret+key/that+must+never+be+shown"
@@ -89,18 +89,6 @@ def s3_client(endpoint: str) -> Any:
     )
     session = botocore.session.Session()
     return session.create_client("s3", endpoint_url=endpoint, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY, config=config)
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def weed_program() -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.support import disks, needs
-from tests.support.s3servers import free_ports, weed_program
+from tests.support.ports import free_ports
+from tests.support.s3servers import weed_program
 
 DEADLINE_S: Final = 120.0
 _numbers = itertools.count()

@@ -21,7 +21,8 @@ from fsref.refs import Dense, Payload, Ragged, Schema, object_name, routed_exper
 from fsref.steps import MicroBatch, RankFile, SampleSequence, StepInfo, digest, encode_rank_files, publish, sum_of
 from fsref.store import open_root
 from fsref.writer import Writer
-from tests.support.forks import fork_context, free_port
+from tests.support.forks import fork_context
+from tests.support.ports import free_port
 from tests.trainer.builders import EXPERTS, MOE_LAYERS, TOP_K, VOCABULARY, save_tiny_model
 
 RUN = "r-test"

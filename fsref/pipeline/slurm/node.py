@@ -19,6 +19,7 @@ from fsref.journal import read_run
 from fsref.pipeline.board import PlainBoard
 from fsref.pipeline.layout import Part, RoleCommand, env_server, fsref_command
 from fsref.pipeline.metrics import Follower
+from fsref.pipeline.ports import free_ports
 from fsref.pipeline.processes import Family
 from fsref.pipeline.run import Watcher
 from fsref.pipeline.slurm.allocation import interface_address
@@ -72,14 +73,12 @@ def node_address(config: Config, name: str) -> str:
 
 def free_port(address: str) -> int:
     """A free TCP port of this node. Raises ``RoleFailed`` if the address is not its own."""
-    with socket.socket() as s:
-        try:
-            s.bind((address, 0))
-        except OSError as e:
-            raise RoleFailed(
-                f"{address} is not an address of {socket.gethostname()} ({e.strerror}): name the interface, as in slurm.interface = 'ib0'"
-            ) from e
-        return int(s.getsockname()[1])
+    try:
+        return free_ports(1, address=address)[0]
+    except OSError as e:
+        raise RoleFailed(
+            f"{address} is not an address of {socket.gethostname()} ({e.strerror}): name the interface, as in slurm.interface = 'ib0'"
+        ) from e
 
 
 def _roles(config: Config, node: str, number: int, address: str, *, verbose: bool) -> Iterator[RoleCommand]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fsref.errors import StepReleased
 from fsref.ledger.ids import pack
 from fsref.ledger.records import Adopt, Close, Done, Drop, StepRecord
-from fsref.ledger.rights import StepRights
+from fsref.ledger.rights import StepRights, step_ranges
 from tests.support.simulation.process import FREE, HELD, IDLE, Op, Process
 from tests.support.simulation.reference import Batch
 
@@ -135,7 +135,7 @@ class Trainer(Process):
 
     def commit(self, hi: int) -> Op:
         """The drop of all open steps up to ``hi``, durable before any leader removes."""
-        for lo, end in _runs([s for s in sorted(set(self.open)) if s <= hi]):
+        for lo, end in step_ranges([s for s in sorted(set(self.open)) if s <= hi]):
             self.open = [s for s in self.open if not lo <= s <= end]
             shares = [[i for s in range(lo, end + 1) for i in self.batches[s].owned(rank)] for rank in range(2)]
             if self.mutant("leader_before_drop"):
@@ -181,13 +181,3 @@ class Trainer(Process):
         if not failed or self.mutant("done_after_failure"):
             yield from self.append(Done(0, steps=(lo, hi), a=pack(absent)))
         self.busy -= 1
-
-
-def _runs(steps: list[int]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for step in steps:
-        if out and out[-1][1] == step - 1:
-            out[-1] = (out[-1][0], step)
-        else:
-            out.append((step, step))
-    return out
