@@ -134,7 +134,7 @@ def _assign(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _element(items: list[Any], part: str, key: str) -> Any:
-    if not part.isdigit() or int(part) >= len(items):
+    if part not in map(str, range(len(items))):
         raise ConfigError(f"override {key!r}: {part!r} is not an index below {len(items)}")
     return items[int(part)]
 

@@ -1,13 +1,13 @@
 """Settings: what is read, what is refused and how that reads."""
 
-import contextlib
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsref import config as settings
@@ -22,6 +22,13 @@ def load(folder: Path, text: str, *overrides: str) -> Config:
     path = folder / "c.toml"
     path.write_text(text)
     return settings.load(path, overrides)
+
+
+def at(data: Any, key: str) -> Any:
+    """What stands in plain data under a dotted key."""
+    for part in key.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return data
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -146,11 +153,10 @@ def test_every_setting_is_accepted_as_an_override(tmp_path: Path) -> None:
     plain = msgspec.to_builtins(Config(env=(EnvSection(name="demo"),), slurm=SlurmSection()))
     names = settings.keys()
     for key in names:
-        value = plain
-        for part in key.split("."):
-            value = value[part]
+        value = at(plain, key)
         if isinstance(value, str | int | float):
-            load(tmp_path, "", f"{key}={msgspec.json.encode(value).decode()}")
+            found = load(tmp_path, "", f"{key}={msgspec.json.encode(value).decode()}")
+            assert at(msgspec.to_builtins(found), key) == value
 
 
 def test_configs_are_frozen() -> None:
@@ -158,10 +164,23 @@ def test_configs_are_frozen() -> None:
         Config().run.steps = 3  # type: ignore[misc]  # that it is refused is the point
 
 
-@given(st.text(max_size=40), st.text(max_size=20))
+@given(st.text(max_size=40) | st.from_regex(r"env\.[^.]{1,3}\.[^.]{1,3}"), st.text(max_size=20))
+@example("env.0.name", "a")
+@example("env.².name", "a")
+@example("env." + "0" * 5000 + ".name", "a")
 def test_any_override_is_applied_or_refused_with_one_error(key: str, value: str) -> None:
-    with contextlib.suppress(ConfigError):
-        loading._assign({"env": [{}]}, key, loading._toml_value(value))
+    data: dict[str, Any] = {"env": [{}]}
+    wanted = loading._toml_value(value)
+    refused = ""
+    try:
+        loading._assign(data, key, wanted)
+    except ConfigError as e:
+        refused = str(e)
+    if refused:
+        assert repr(key) in refused
+        assert data["env"] == [{}]
+    else:
+        assert at(data, key) is wanted
 
 
 def test_a_policy_that_could_not_replay_the_steps_since_the_checkpoint_is_refused() -> None:

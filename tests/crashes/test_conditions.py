@@ -35,7 +35,7 @@ def test_clocks_that_are_days_apart_change_nothing(play: Play, sign: float) -> N
     rec = play.rec(clock_s=-7 * sign * DAY_S)
     assert rec.call("close_run") == "PROVED"
     rec.stop()
-    play.settled({"stale": 2, "trained": 2, "orphan": 1, "recovered": 2})
+    play.assert_proved({"stale": 2, "trained": 2, "orphan": 1, "recovered": 2})
 
 
 @pytest.mark.fault(41)

@@ -35,7 +35,7 @@ def test_a_worker_killed_while_it_writes_leaves_a_number_and_no_file(play: Play,
     assert play.objects() == [f"obj/{env.inc}/.0000000000.tmp"]
     found = settle(play, by, env, orc)
     assert found.get("staging", 1) == 1
-    totals = play.settled({}).totals
+    totals = play.assert_proved({}).totals
     assert (totals.kept, totals.void, totals.extra) == (0, 1, 0)
 
 
@@ -44,7 +44,7 @@ def test_a_worker_killed_before_it_writes_leaves_nothing(play: Play) -> None:
     env = play.env(fail="store.put.before=kill:3")
     env.dies("put", play.numbers(2))
     assert play.objects() == [object_name(f"{env.inc}/0")]
-    assert play.settled({"recovered": 1}).totals.void == 0
+    assert play.assert_proved({"recovered": 1}).totals.void == 0
 
 
 @pytest.mark.fault(2)
@@ -55,7 +55,7 @@ def test_a_worker_killed_between_its_object_and_the_record_of_it(play: Play, poi
     env.dies("put", play.numbers(2))
     found = settle(play, by, env, orc)
     assert found.get("unjournaled", 1) == 1
-    totals = play.settled({without_owner(by): 1, "unjournaled": 1}).totals
+    totals = play.assert_proved({without_owner(by): 1, "unjournaled": 1}).totals
     assert (totals.kept, totals.extra) == (1, 1)
 
 
@@ -67,7 +67,7 @@ def test_a_worker_killed_before_its_reply_leaves_orphans(play: Play, point: str,
     env.dies("reply", play.request(), play.numbers(2))
     found = settle(play, by, env, orc)
     assert found.get("orphans", 2) == 2
-    play.settled({without_owner(by): 2})
+    play.assert_proved({without_owner(by): 2})
 
 
 @pytest.mark.fault(3)
@@ -84,7 +84,7 @@ def test_the_run_goes_on_with_the_dead_workers_successor(play: Play) -> None:
     assert trn.call("commit", 0, 0) == 0
     for child in (trn, orc, successor):
         child.end()
-    play.settled({"orphan": 2, "trained": 4})
+    play.assert_proved({"orphan": 2, "trained": 4})
 
 
 @pytest.mark.fault(4)
@@ -100,7 +100,7 @@ def test_a_reply_that_was_received_before_its_worker_was_adopted_is_used(play: P
     trn.call("commit", 0, 0)
     for child in (trn, orc):
         child.end()
-    play.settled({"trained": 2})
+    play.assert_proved({"trained": 2})
 
 
 @pytest.mark.fault(4, 22)
@@ -118,7 +118,7 @@ def test_a_reply_that_comes_after_its_worker_was_adopted_is_refused_and_never_re
     assert orc.call("flush") == 0
     assert play.objects() == sorted(object_name(s["id"]) for s in first["samples"])  # what was taken is still there to read
     orc.end()
-    play.settled({"orphan": 2, "shutdown": 2})
+    play.assert_proved({"orphan": 2, "shutdown": 2})
 
 
 @pytest.mark.fault(4)
@@ -128,7 +128,7 @@ def test_a_worker_killed_between_its_last_act_and_the_transport_loses_its_reply(
     play.dead(env)
     assert orc.call("adopt", env.inc)["orphans"] == 3
     orc.end()
-    play.settled({"orphan": 3})
+    play.assert_proved({"orphan": 3})
 
 
 @pytest.mark.fault(5)
@@ -150,7 +150,7 @@ def test_a_worker_killed_between_its_decision_and_done_has_it_carried_out(play: 
     env.dies("discard", ids)
     found = settle(play, by, env, orc)
     assert found.get("redone", 3) == 3
-    totals = play.settled({"never_sent": 3}).totals
+    totals = play.assert_proved({"never_sent": 3}).totals
     assert (totals.dropped, totals.done, totals.done_retry) == (3, 3, 3)
 
 
@@ -159,7 +159,7 @@ def test_a_worker_killed_after_done_leaves_nothing_to_do(play: Play) -> None:
     orc, env = play.orc(), play.env(fail="deleter.after_done=kill")
     env.dies("discard", [s["id"] for s in play.put(env, 3)])
     assert settle(play, "adoption", env, orc)["redone"] == 0
-    assert play.settled({"never_sent": 3}).totals.done_retry == 0
+    assert play.assert_proved({"never_sent": 3}).totals.done_retry == 0
 
 
 @pytest.mark.fault(5)
@@ -168,7 +168,7 @@ def test_a_worker_killed_on_closing_has_decided_about_all_that_it_never_sent(pla
     play.put(env, 3)
     env.dies("close")
     settle(play, "adoption", env, orc)
-    play.settled({"never_sent": 3})
+    play.assert_proved({"never_sent": 3})
 
 
 @pytest.mark.fault(6)
@@ -190,7 +190,7 @@ def test_a_whole_pool_dies_and_returns_under_the_same_labels(play: Play) -> None
     orc.end()
     for env in second:
         env.end()
-    found = play.settled({"orphan": 9, "shutdown": 18})
+    found = play.assert_proved({"orphan": 9, "shutdown": 18})
     assert found.totals.producers_adopted == {"dead": 9}
     assert len({env.inc for env in first + second}) == 18
 
@@ -204,7 +204,7 @@ def test_a_worker_killed_while_it_starts_leaves_nothing_to_settle(play: Play, po
     assert env.wait() == -9
     play.taken(play.env(), play.orc(), 1)
     play.kill_all()
-    play.settled({"recovered": 1})
+    play.assert_proved({"recovered": 1})
 
 
 @pytest.mark.fault(6)
@@ -219,9 +219,9 @@ def test_a_worker_killed_between_two_sessions_is_settled_like_any_other(play: Pl
         assert orc.call("adopt", first)["how"] == "closed"
         assert orc.call("drop", held) == 1
         orc.end()
-        play.settled({"orphan": 2, "stale": 1})
+        play.assert_proved({"orphan": 2, "stale": 1})
     else:
         play.dead(env)
         assert orc.call("adopt", first)["orphans"] == 2
         orc.end()
-        play.settled({"orphan": 2, "shutdown": 1})
+        play.assert_proved({"orphan": 2, "shutdown": 1})

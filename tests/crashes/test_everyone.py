@@ -119,7 +119,7 @@ def busy() -> Iterator[list[Busy]]:
         one.close()
 
 
-def killed_at_once(play: Play, made: list[Busy], seed: int, *, replay: bool) -> None:
+def assert_a_kill_at_once_is_recovered(play: Play, made: list[Busy], seed: int, *, replay: bool) -> None:
     """All die at a random instant; recovery; the checkpoint's steps are not lost, the later ones replay; PROVED at the end."""
     rng = random.Random(seed)
     first = Busy(play, seed)
@@ -142,21 +142,21 @@ def killed_at_once(play: Play, made: list[Busy], seed: int, *, replay: bool) -> 
     made.append(second)
     second.work(20)
     play.kill_all()
-    play.settled()
+    play.assert_proved()
 
 
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("replay", [True, False], ids=["replay", "drop"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_whose_every_process_is_killed_at_once_loses_and_leaks_nothing(play: Play, busy: list[Busy], seed: int, replay: bool) -> None:
-    killed_at_once(play, busy, seed, replay=replay)
+    assert_a_kill_at_once_is_recovered(play, busy, seed, replay=replay)
 
 
 @pytest.mark.slow
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("seed", range(100, 150))
 def test_at_fifty_more_instants(play: Play, busy: list[Busy], seed: int) -> None:
-    killed_at_once(play, busy, seed, replay=bool(seed % 2))
+    assert_a_kill_at_once_is_recovered(play, busy, seed, replay=bool(seed % 2))
 
 
 @pytest.mark.fault(64)
@@ -176,7 +176,7 @@ def test_a_run_that_is_audited_a_hundred_times_while_it_works_is_never_accused(p
     for child in (run.trn, run.orc, *run.envs):
         child.end()
     assert play.audit().violations == ()
-    play.settled()
+    play.assert_proved()
 
 
 @pytest.mark.fault(12)
@@ -188,4 +188,4 @@ def test_a_run_that_is_stopped_and_killed_in_its_sleep_is_recovered(play: Play, 
     for child in (*run.envs, run.orc, run.trn):
         child.signal(signal.SIGSTOP)
     play.kill_all()
-    play.settled()
+    play.assert_proved()

@@ -29,7 +29,7 @@ def test_a_reply_that_comes_twice_is_counted_and_changes_nothing(play: Play, mea
     assert (counters["dup_reply"], counters["taken"], counters["held"]) == (3, 3, 3 if meanwhile == "held" else 0)
     for child in (trn, orc, env):
         child.end()
-    play.settled({{"held": "shutdown", "dropped": "filtered", "shipped": "trained"}[meanwhile]: 3})
+    play.assert_proved({{"held": "shutdown", "dropped": "filtered", "shipped": "trained"}[meanwhile]: 3})
 
 
 @pytest.mark.fault(18)
@@ -44,7 +44,7 @@ def test_a_reply_that_is_lost_and_then_cancelled_is_removed_as_abandoned(play: P
     assert (env.call("counters")["unclaimed"], env.call("counters")["nack_unknown"]) == (0, 1)
     orc.end()
     env.end()
-    play.settled({"abandoned": 3})
+    play.assert_proved({"abandoned": 3})
 
 
 @pytest.mark.fault(19)
@@ -57,7 +57,7 @@ def test_a_reply_and_a_nack_that_are_both_lost_wait_for_the_end(play: Play) -> N
     found = play.audit()
     assert (found.verdict, found.totals.live) == (Verdict.BALANCED, 3)  # nobody has guessed
     assert len(play.objects()) == 3
-    play.settled({"recovered": 3})
+    play.assert_proved({"recovered": 3})
 
 
 @pytest.mark.fault(19)
@@ -70,7 +70,7 @@ def test_what_a_closed_worker_left_unclaimed_can_be_adopted_while_the_run_goes_o
     assert len(play.taken(env, orc, 1)) == 1
     orc.end()
     env.end()
-    play.settled({"orphan": 3, "shutdown": 1})
+    play.assert_proved({"orphan": 3, "shutdown": 1})
 
 
 @pytest.mark.fault(23)
@@ -82,7 +82,7 @@ def test_a_step_that_never_comes_ends_the_wait_loudly(play: Play) -> None:
     with pytest.raises(StoreUnavailable, match="step_000000 was not published within"):
         steps.wait(play.store, 0, deadline_s=0.05, poll_s=0.01)
     env.end()
-    play.settled({"recovered": 2})
+    play.assert_proved({"recovered": 2})
 
 
 @pytest.mark.fault(23)
@@ -99,7 +99,7 @@ def test_a_step_that_is_read_twice_is_taken_once_also_by_the_next_trainer(play: 
     again.call("commit", 0, 0)
     for child in (again, orc, env):
         child.end()
-    play.settled({"trained": 2})
+    play.assert_proved({"trained": 2})
 
 
 @pytest.mark.fault(23)
@@ -117,7 +117,7 @@ def test_another_batch_under_a_number_that_was_taken_is_refused(play: Play) -> N
         trn.call("take", 0)
     assert len(play.objects()) == 4
     play.kill_all()
-    play.settled({"recovered": 4})
+    play.assert_proved({"recovered": 4})
 
 
 @pytest.mark.fault(24)
@@ -136,7 +136,7 @@ def test_a_step_without_one_of_its_rank_files_is_refused_before_it_is_taken(play
         trn.call("take", 0)
     assert trn.call("counters")["steps_taken"] == 0
     play.kill_all()
-    play.settled({"recovered": 4})
+    play.assert_proved({"recovered": 4})
 
 
 @pytest.mark.fault(25)
@@ -153,7 +153,7 @@ def test_a_commit_or_a_drop_that_is_made_twice_is_suppressed_and_counted(play: P
     assert trn.call("counters")["suppressed"] == 1
     for child in (trn, orc, env):
         child.end()
-    assert play.settled({"stale": 2, "trained": 2}).totals.suppressed == 3
+    assert play.assert_proved({"stale": 2, "trained": 2}).totals.suppressed == 3
 
 
 @pytest.mark.fault(25)
@@ -174,7 +174,7 @@ def test_in_strict_mode_the_second_one_raises(play: Play) -> None:
         env.call("discard", unsent)
     for child in (trn, orc, env):
         child.end()
-    play.settled({"stale": 2, "trained": 2, "never_sent": 1})
+    play.assert_proved({"stale": 2, "trained": 2, "never_sent": 1})
 
 
 @pytest.mark.fault(27)
@@ -194,7 +194,7 @@ def test_nobody_removes_what_it_does_not_hold(play: Play) -> None:
     assert play.objects() == sorted(map(object_name, sent))
     for child in (trn, orc, env):
         child.end()
-    play.settled({"shutdown": 2})
+    play.assert_proved({"shutdown": 2})
 
 
 @pytest.mark.fault(28)
@@ -214,7 +214,7 @@ def test_a_trainer_that_resumes_before_its_last_commit_is_told_which_one_that_wa
     again.call("commit", 2, 2)
     for child in (again, orc, env):
         child.end()
-    play.settled({"trained": 6})
+    play.assert_proved({"trained": 6})
 
 
 @pytest.mark.fault(29)
@@ -271,7 +271,7 @@ def test_a_foreign_file_among_the_objects_is_named_and_left_alone(play: Play) ->
     assert foreign.read_text() == "mine"
     play.recover(None, remove_unexpected=True)
     assert not foreign.exists()
-    play.settled({"recovered": 1})
+    play.assert_proved({"recovered": 1})
 
 
 @pytest.mark.fault(16)
@@ -284,5 +284,5 @@ def test_a_forked_child_cannot_write_in_its_parents_journal(play: Play) -> None:
         orc.call("adopt", env.inc)
     orc.end()
     env.end()
-    totals = play.settled({"shutdown": 2}).totals
+    totals = play.assert_proved({"shutdown": 2}).totals
     assert (totals.kept, totals.void) == (2, 1)

@@ -78,5 +78,5 @@ def test_a_role_killed_before_or_after_any_single_operation(tmp_path: Path, zygo
             day.pass_by()
             killed = day.roles[role].code is not None
             play.kill_all()
-            play.settled()
+            play.assert_proved()
             play.close()

@@ -58,7 +58,7 @@ def test_what_a_killed_orchestrator_held_is_settled_and_the_next_one_goes_on(pla
     gone = survivors_go_on(play, steps=[0, 1] if visible else [1])
     if by == "succession":
         env.end()  # lived on
-    play.settled({"trained": 6} if visible else {**gone, "recovered": 4})
+    play.assert_proved({"trained": 6} if visible else {**gone, "recovered": 4})
 
 
 @pytest.mark.fault(7)
@@ -72,7 +72,7 @@ def test_a_step_that_could_be_seen_when_the_orchestrator_died_is_replayed_where_
     play.trained(trn, 0)
     trn.call("commit", 0, 0)
     trn.end()
-    play.settled({"trained": 4})
+    play.assert_proved({"trained": 4})
 
 
 @pytest.mark.fault(7)
@@ -85,7 +85,7 @@ def test_a_step_whose_file_never_appeared_is_not_replayed(play: Play) -> None:
     with pytest.raises(Refused, match="ObjectMissing"):
         play.trn().call("take", 0)
     play.kill_all()
-    play.settled({"recovered": 4})
+    play.assert_proved({"recovered": 4})
 
 
 @pytest.mark.fault(7)
@@ -104,7 +104,7 @@ def test_a_removal_that_the_orchestrator_decided_is_carried_out_by_its_heir(play
     env, orc = play.env(), play.orc(fail=point)
     orc.dies("drop", play.taken(env, orc, 3))
     env.end()
-    totals = play.settled({"stale": 3}).totals
+    totals = play.assert_proved({"stale": 3}).totals
     assert (totals.done, totals.done_retry) == (3, 3)
 
 
@@ -116,7 +116,7 @@ def test_an_orchestrator_killed_at_its_end_has_decided_about_all_that_it_held(pl
     orc.dies("close")
     gone = survivors_go_on(play, steps=[0])
     env.end()
-    play.settled({"shutdown": 3, **gone})
+    play.assert_proved({"shutdown": 3, **gone})
 
 
 @pytest.mark.fault(7, 8)
@@ -129,7 +129,7 @@ def test_an_orchestrator_killed_while_it_takes_over_is_taken_over_itself(play: P
     assert second.wait() == -9
     gone = survivors_go_on(play, steps=[0])
     env.end()
-    play.settled({"recovered": 3, **gone})
+    play.assert_proved({"recovered": 3, **gone})
 
 
 @pytest.mark.fault(60)
@@ -141,7 +141,7 @@ def test_a_second_orchestrator_waits_for_the_first_one_to_die(play: Play) -> Non
     orc.kill()
     gone = survivors_go_on(play, steps=[0])
     env.end()
-    play.settled({"recovered": 2, **gone})
+    play.assert_proved({"recovered": 2, **gone})
 
 
 @pytest.mark.fault(60)
@@ -152,7 +152,7 @@ def test_a_run_that_is_alive_cannot_be_recovered(play: Play) -> None:
             play.rec().call("recover", -1)
         assert alive.inc in refused.value.text
         alive.end()
-    play.settled({})
+    play.assert_proved({})
 
 
 @pytest.mark.fault(15)
@@ -184,7 +184,7 @@ def test_a_zombie_that_wakes_up_after_it_was_adopted_deletes_nothing_and_stops(p
         orc.call("close")
     orc.stop()
     successor.end()
-    play.settled({"stale": 2, "recovered": 3, "never_sent": 2})
+    play.assert_proved({"stale": 2, "recovered": 3, "never_sent": 2})
 
 
 @pytest.mark.fault(15)
@@ -221,7 +221,7 @@ def test_an_orchestrator_that_is_asked_to_end_drops_exactly_what_it_holds(play: 
     trn.call("commit", 0, 0)
     trn.end()
     env.end()
-    play.settled({"shutdown": 4, "group_dropped": 3, "trained": 2, "recovered": 2})
+    play.assert_proved({"shutdown": 4, "group_dropped": 3, "trained": 2, "recovered": 2})
 
 
 @pytest.mark.fault(63)
@@ -234,7 +234,7 @@ def test_removals_that_the_shutdown_has_no_time_for_are_named_and_finished_by_th
     found = play.audit()
     assert (found.verdict, found.totals.pending, sorted(found.pending_ids)) == (Verdict.BALANCED, 3, sorted(held))
     assert "pending 3" in "\n".join(found.render())
-    assert play.settled({"shutdown": 3}).totals.done_retry == 3
+    assert play.assert_proved({"shutdown": 3}).totals.done_retry == 3
 
 
 @pytest.mark.fault(59)
@@ -246,12 +246,12 @@ def test_recovering_one_run_does_not_touch_another_one_in_the_same_root(zygote: 
     one.put(dead[0])
     one.kill_all()
     before = {p: p.read_bytes() for p in (tmp_path / "two").rglob("*") if p.is_file()}
-    one.settled({"recovered": 4})
+    one.assert_proved({"recovered": 4})
     assert {p: p.read_bytes() for p in (tmp_path / "two").rglob("*") if p.is_file()} == before
     assert alive[1].call("drop", held) == 2
     for child in reversed(alive):
         child.end()
-    two.settled({"stale": 2})
+    two.assert_proved({"stale": 2})
     for play in (one, two):
         play.close()
 
@@ -282,7 +282,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_nothing_is_called_ok(play: P
     orc.call("drop", play.taken(env, orc))
     orc.end()
     env.end()
-    assert play.settled({"stale": 2}).exit_code == 0
+    assert play.assert_proved({"stale": 2}).exit_code == 0
     path = journal_path(play.ledger, env.inc)
     path.rename(play.root / "elsewhere")
     if how == "a folder":

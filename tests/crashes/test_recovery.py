@@ -30,7 +30,7 @@ def wreck(play: Play) -> None:
 
 
 def recovered(play: Play) -> None:
-    found = play.settled()
+    found = play.assert_proved()
     assert {k: v for k, v in found.totals.dropped_by.items() if k != "stale"} == {"trained": 4, "recovered": 4, "unjournaled": 1}
 
 

@@ -69,7 +69,7 @@ def test_the_next_trainer_reads_the_same_bytes_and_every_step_goes_once(play: Pl
         goes_on_after_a_commit(play, point)
     for child in (orc, env):
         child.end()
-    found = play.settled({"trained": 12})
+    found = play.assert_proved({"trained": 12})
     assert found.violations == ()  # what a leader had removed already counts as its retry, not as lost
 
 
@@ -108,7 +108,7 @@ def test_a_leader_killed_half_way_through_its_share_has_the_rest_removed(play: P
         assert again.call("flush") == 0
         for child in (again, orc, env):
             child.end()
-    totals = play.settled({"trained": 4}).totals
+    totals = play.assert_proved({"trained": 4}).totals
     assert (totals.done, totals.done_retry) == (4, 4)
 
 
@@ -121,7 +121,7 @@ def test_a_death_before_the_all_reduce_removes_nothing_and_the_step_is_replayed(
     goes_on(play, 0)
     for child in (orc, env):
         child.end()
-    play.settled({"trained": 12})
+    play.assert_proved({"trained": 12})
 
 
 @pytest.mark.fault(9)
@@ -136,4 +136,4 @@ def test_a_trainer_killed_while_it_takes_over_is_taken_over_itself(play: Play, p
     goes_on(play, 0)
     for child in (orc, env):
         child.end()
-    play.settled({"trained": 12})
+    play.assert_proved({"trained": 12})

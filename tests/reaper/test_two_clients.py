@@ -93,7 +93,7 @@ def ended(nodes: Nodes) -> None:
         nodes.on_b.dead(child)
     before = nodes.on_b.audit()
     assert before.violations == (), before.render()
-    found = nodes.on_b.settled()
+    found = nodes.on_b.assert_proved()
     assert found.violations == ()
     assert "lost" not in found.violation_counts
 

@@ -1,6 +1,6 @@
 """The test's side: starts and kills roles, carries their messages, and judges what is left.
 
-``Play.settled`` is the oracle of every crash test: what died is recovered, the run closed, the audit read, and the storage listed by hand.
+``Play.assert_proved`` is the oracle of every crash test: what died is recovered, the run closed, the audit read, storage listed by hand.
 """
 
 import os
@@ -210,7 +210,7 @@ class Play:
         """Steps whose file can be seen."""
         return sorted(int(p.parent.name.removeprefix("step_")) for p in (self.root / self.name).glob("steps/step_*/STEP.json"))
 
-    def settled(self, dropped_by: dict[str, int] | None = None) -> Audit:
+    def assert_proved(self, dropped_by: dict[str, int] | None = None) -> Audit:
         """Everyone is dead or closed: the run's close proves it, with these drops and nothing left anywhere."""
         found = close_run(self.store, self.ledger, run=self.run)
         assert found.verdict is Verdict.PROVED, "\n".join(found.render())
