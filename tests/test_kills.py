@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs
 from tools import kills
 
 CASES = [(1, 9), (1, 3), (1, 4)]
@@ -12,8 +13,8 @@ CASES = [(1, 9), (1, 3), (1, 4)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
-    pytest.importorskip("verifiers")
+    needs.extra("torch", "torch")
+    needs.extra("verifiers", "verifiers")
     return kills.make_model(tmp_path_factory.mktemp("kills") / "model")
 
 

@@ -159,7 +159,7 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 
 
 def test_a_finding_becomes_tables_and_a_picture(fetched: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: install the extra plot")
     text = "\n".join(line for _, rows in tables(fetched) for line in markdown(rows))
     assert "| fsref / zarr-python |" in text
     assert facts(fetched)["tokens"] == "600"

@@ -154,6 +154,7 @@ def test_every_setting_is_accepted_as_an_override(tmp_path: Path) -> None:
     names = settings.keys()
     for key in names:
         value = at(plain, key)
+        value = not value if isinstance(value, bool) else value  # these at least are not the default
         if isinstance(value, str | int | float):
             found = load(tmp_path, "", f"{key}={msgspec.json.encode(value).decode()}")
             assert at(msgspec.to_builtins(found), key) == value

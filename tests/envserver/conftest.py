@@ -7,7 +7,7 @@ import pytest
 from tests.envserver.engine import Engine
 from tests.envserver.support import Replica, Run, make_run, source
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 ONE_RETRY = {"rules": [{"type": "ProviderError", "max_retries": 1}]}
 """After an engine's failure, and no other."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 from fsref.envserver.demo_tasks import DemoData, DemoTask, share_of
 

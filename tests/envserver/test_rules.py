@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 from fsref.config import Config, EnvSection
 from fsref.envserver.install import strip

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 import renderers.client
 import verifiers.v1.graph

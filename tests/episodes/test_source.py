@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="needs verifiers: install the extra of that name")
 
 from fsref.config import EnvSection, SamplingSection
 from fsref.episodes import Target, load_tasks, sampling_values

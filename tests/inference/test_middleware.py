@@ -19,6 +19,7 @@ from starlette.routing import Route
 from fsref.inference import middleware
 from fsref.inference.middleware import PATH, RoutedExpertsMiddleware
 from fsref.wire.routing import decode_routed_experts, encode_routed_experts
+from tests.support import needs
 
 ROWS = (np.arange(9 * 3 * 2) % 7).astype(np.uint8).reshape(9, 3, 2)
 """Of 6 prompt tokens and 4 sampled ones; the last has none."""
@@ -141,8 +142,8 @@ def served() -> Iterator[str]:
 
 
 def test_renderers_reads_it_without_any_adapter(served: str) -> None:
-    client = pytest.importorskip("renderers.client")
-    openai = pytest.importorskip("openai")
+    client = needs.extra("renderers.client", "verifiers")
+    openai = needs.extra("openai", "verifiers")
 
     class Fixed:
         """As much of a renderer as a request with token ids uses."""

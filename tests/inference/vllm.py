@@ -18,7 +18,7 @@ PYTHON = os.environ.get("FSREF_VLLM_PYTHON", "")
 """An interpreter that has vLLM's CPU build 0.27.1; without it the tests are skipped."""
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tools" / "vllm_cpu_capture"
-NEEDS_VLLM = pytest.mark.skipif(not PYTHON, reason="FSREF_VLLM_PYTHON names no interpreter that has vLLM")
+NEEDS_VLLM = pytest.mark.skipif(not PYTHON, reason="needs real vLLM: set FSREF_VLLM_PYTHON to an interpreter that has it")
 VLLM_MARKS = [pytest.mark.vllm, pytest.mark.timeout(600), NEEDS_VLLM]
 
 

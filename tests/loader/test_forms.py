@@ -95,7 +95,7 @@ def test_a_rank_on_a_cpu_copies_nothing_and_takes_ordinary_memory() -> None:
     assert copied_to(torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and a torch that is built for it")
 def test_a_rank_on_a_gpu_copies_out_of_page_locked_memory() -> None:
     device = torch.device("cuda")
     assert memory_for(device) is pinned

@@ -13,6 +13,7 @@ from fsref.objects import view
 from fsref.refs import Codec, Dense, Payload, Ragged, Schema, TokenRange, object_name, token_hash
 from fsref.store import open_root
 from fsref.writer import Writer
+from tests.support import needs
 from tests.support.payloads import Numbers, cut, payload, schema
 
 
@@ -58,7 +59,7 @@ def test_zarr_python_reads_every_array(tmp_path: Path, tokens: int, codec: Codec
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
 def test_tensorstore_reads_every_array(tmp_path: Path, codec: Codec) -> None:
-    tensorstore = pytest.importorskip("tensorstore")
+    tensorstore = needs.extra("tensorstore", "test")
     run_schema = schema(codec=codec)
     arrays = payload(np.random.default_rng(5), run_schema, 5000)
     path = stored(tmp_path, run_schema, arrays)

@@ -17,7 +17,7 @@ from fsref.errors import ConfigError, MissingArrays, ReplicaDown, RoleFailed
 
 from .conftest import FakeBranch, FakeEpisode, FakeTask, FakeTrace, World
 
-episodes = pytest.importorskip("fsref.episodes", reason="the session module imports verifiers")
+episodes = pytest.importorskip("fsref.episodes", reason="needs verifiers, which it imports: install the extra of that name")
 
 from fsref.orchestrator import eval as eval_role  # noqa: E402 - after the skip
 from fsref.orchestrator import main as main_role  # noqa: E402

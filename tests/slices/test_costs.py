@@ -53,7 +53,7 @@ def _resident() -> int:
 
 
 @pytest.mark.payload("G5")
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc, in which descriptors are counted: run it on Linux")
 def test_neither_objects_nor_stores_that_were_opened_leave_memory_or_descriptors(tmp_path: Path) -> None:
     """2,000 objects of 20 kB through one reader, and 200 stores of one object each: 40 MB if each kept what it decoded."""
     with open_root(str(tmp_path), run="run", create=True) as store:

@@ -1,20 +1,30 @@
-"""What a test needs beyond Python packages. A bare machine skips; where ``FSREF_SKIP_NOTHING`` is set (CI), what lacks is a failure.
+"""What a test needs beyond the base package. A bare machine skips; where ``FSREF_SKIP_NOTHING`` is set (CI), what lacks is a failure.
 
-Call ``needs.root()`` first thing in the test or fixture.
+Call ``needs.root()`` first thing in the test or fixture, ``needs.extra(...)`` also at the head of a module.
 """
 
+import importlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 
-def _lacks(what: str) -> None:
+def _lacks(what: str) -> NoReturn:
     if os.environ.get("FSREF_SKIP_NOTHING"):
         pytest.fail(f"this machine lacks {what}, and nothing may be skipped here")
-    pytest.skip(f"needs {what}")
+    pytest.skip(f"needs {what}", allow_module_level=True)
+
+
+def extra(package: str, name: str) -> Any:
+    """A module of a package that the extra ``name`` brings."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        _lacks(f"{package}: install the extra {name}")
 
 
 def root() -> None:
