@@ -64,7 +64,7 @@ OBJECTS_MAX: Final = 4096
 """Of one turn."""
 SERVER_BYTES: Final = 10 << 30
 """What the server may come to hold."""
-MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of one's own is made in it
+MEMORY: Final = Path("/dev/shm")
 CONCURRENCY: Final = 8
 BULK: Final = 10_000
 AIM: Final = 0.9
@@ -131,7 +131,7 @@ def payloads(codec: Codec, size: int) -> tuple[Schema, EncodedObject]:
 def interleaved(contestants: dict[str, Callable[[int], None]], object_bytes: int, *, base: str) -> dict[str, Speed]:
     """Every contestant takes its turn in each round, in random order, with as many objects as fill ``TURN_S``; its first two turns warm up.
 
-    ``ratio`` is its speed relative to that of ``base`` in the same round, ``cpu`` the CPU time that this process spent for an object relative
+    ``ratio`` is its speed relative to that of ``base`` in the same round, ``cpu`` the CPU time of this process for an object relative
     to that of ``base``, the server's not counted: what else the machine does disturbs the first and hardly the second.
     """
     rng = random.Random(0)
@@ -253,7 +253,7 @@ def publish(at: Server) -> Measured:
             names: list[str] = []
 
             def each(put: Callable[[str], object], count: int) -> None:
-                fresh = [object_name(f"{INC}/{len(names) + n}") for n in range(count)]
+                fresh = [object_name(f"{INC}/{len(names) + n}") for n in range(count)]  # noqa: B023
                 names.extend(fresh)  # noqa: B023
                 list(pool.map(put, fresh))  # noqa: B023
 
@@ -327,9 +327,9 @@ def sections(found: dict[str, Any]) -> list[str]:
     """The section of docs/results.md."""
     head = (
         f"`python -m tools.s3_bench [bulk]`: one SeaweedFS server on the same machine ({found['cpus']} cores; its disk is memory), "
-        f"{CONCURRENCY} requests at a time, {ROUNDS} interleaved rounds of turns of at least {1000 * TURN_S:.0f} ms. In a cell: MB/s of "
-        f"stored bytes; speed relative to obstore's own requests in the same round; CPU time of the client relative to theirs; medians, the "
-        f"range over the rounds in brackets. Objects are routing rows of {LAYERS} layers, {TOP_K} of {EXPERTS} experts."
+        f"{CONCURRENCY} requests at a time, {ROUNDS} interleaved rounds of turns of at least {1000 * TURN_S:.0f} ms. In a cell: MB/s "
+        f"of stored bytes; speed relative to obstore's own requests in the same round; CPU time of the client relative to theirs; medians, "
+        f"the range over the rounds in brackets. Objects are routing rows of {LAYERS} layers, {TOP_K} of {EXPERTS} experts."
     )
     lines = [head]
     for label, measured in found["fetch"].items():

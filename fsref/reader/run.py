@@ -113,6 +113,8 @@ class Reader:
         self._cache = cache
         # Reads that go straight to the places of chunks: a local file's; a cache and a network client have buffers of their own.
         self._direct = schema.codec.name == "none" and store.posix_path is not None and cache is None
+        # A network client's buffers are decoded from as they are.
+        self._views = store.posix_path is None and cache is None
         self._lock = threading.Lock()
         self.counters = ReadCounters()
         # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
@@ -222,6 +224,9 @@ class Reader:
                 self._retry(partial(self._read_request, source, request, task), f"reading {task.segment.object_id}", task)
 
     def _read_request(self, source: "_Source", request: Request, task: "_Task") -> None:
+        if self._views:
+            self._read_view(source, request, task)
+            return
         stored = self._placer.stored(request.size)
         direct = self._placer.direct(request, task.segment, task.out) if self._direct else {}
         try:
@@ -239,6 +244,15 @@ class Reader:
                 self._placer.place(stored, request, task.segment, task.number, task.out)
         except StoreError:
             source.close()  # a handle may be what is wrong: the next attempt opens the object anew
+            raise
+
+    def _read_view(self, source: "_Source", request: Request, task: "_Task") -> None:
+        try:
+            stored = source.read_view(request, self._placer.stored)
+            self._count(task, requests=1, bytes_fetched=request.size)
+            self._placer.place(stored, request, task.segment, task.number, task.out)
+        except StoreError:
+            source.close()
             raise
 
     def _load(
@@ -304,6 +318,12 @@ class _Source:
             self._file.read_into(offset, outs[0])
         else:
             self._file.read_scattered(offset, outs)
+
+    def read_view(self, request: Request, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """As ``ObjectFile.read_view``, with the errors of ``read_into``."""
+        if self._file is None:
+            self._file = self._open()
+        return self._file.read_view(request.offset, request.size, scratch)
 
     def _open(self) -> ObjectFile:
         segment = self._segment

@@ -8,7 +8,7 @@ what became of each name; on S3 an absent key counts as removed, so outcomes say
 import abc
 import enum
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
@@ -76,6 +76,14 @@ class ObjectFile(abc.ABC):
         for out in outs:
             out[:] = whole[at : at + len(out)]
             at += len(out)
+
+    def read_view(self, offset: int, size: int, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """``size`` bytes from ``offset`` on, not to be written to: in the backend's own memory where they come in it, else in
+        ``scratch(size)``, the caller's (uint8, contiguous). Raises as ``read_into``.
+        """
+        out = scratch(size)
+        self.read_into(offset, out)
+        return out
 
     def __enter__(self) -> Self:
         return self

@@ -87,14 +87,19 @@ class FilesystemFile(ObjectFile):
         self.byte_count = byte_count
 
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
-        if offset + len(out) > self.byte_count:
-            raise ObjectCorrupt(f"{self.name} ends at {self.byte_count}, {len(out)} bytes at {offset} were asked for: truncated")
-        if not len(out):
-            return
-        data = self._store.fetch(self.name, offset, offset + len(out))
-        if len(data) != len(out):
-            raise ObjectCorrupt(f"{self.name}: {len(data)} bytes at {offset} came, {len(out)} were asked for: truncated")
-        out[:] = np.frombuffer(data, np.uint8)
+        out[:] = self._read(offset, len(out))
+
+    def read_view(self, offset: int, size: int, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        del scratch  # the filesystem hands out bytes of its own
+        return self._read(offset, size)
+
+    def _read(self, offset: int, size: int) -> NDArray[np.uint8]:
+        if offset + size > self.byte_count:
+            raise ObjectCorrupt(f"{self.name} ends at {self.byte_count}, {size} bytes at {offset} were asked for: truncated")
+        data = self._store.fetch(self.name, offset, offset + size) if size else b""
+        if len(data) != size:
+            raise ObjectCorrupt(f"{self.name}: {len(data)} bytes at {offset} came, {size} were asked for: truncated")
+        return np.frombuffer(data, np.uint8)
 
     def close(self) -> None:
         return None

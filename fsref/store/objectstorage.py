@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import google_crc32c
@@ -30,12 +31,15 @@ with contextlib.suppress(ImportError):  # S3Client says which extra is missing
     import obstore
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import GetResult, ObjectMeta
+    from obstore.store import S3Store
 
 PUT_BYTES_MAX: Final = 5 << 30
 """S3's limit for a single PUT."""
 STREAM_BYTES: Final = 4 << 20
 """Bytes of a body that are handed over at a time: what at most is asked for again when it breaks off."""
+VIEW_BYTES_MAX: Final = 32 << 20
+"""A body up to this size is first asked for in one piece, which costs no copy, and no memory beside the HTTP client's own."""
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", re.ASCII)
 T = TypeVar("T")
 
@@ -54,8 +58,58 @@ class ObjectStorageFile(ObjectFile):
         if len(out):
             self._store.fetch(self.name, offset, out, byte_count=self.byte_count)
 
+    def read_view(self, offset: int, size: int, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        if not 0 < size <= VIEW_BYTES_MAX or offset + size > self.byte_count:
+            return super().read_view(offset, size, scratch)
+        return self._store.view(self.name, offset, size, scratch, byte_count=self.byte_count)
+
     def close(self) -> None:
         return None
+
+
+@dataclass
+class _Body:
+    """A range of an object that is asked for."""
+
+    client: S3Store
+    name: str
+    offset: int
+    size: int
+    byte_count: int
+    """Of the object, as it must be."""
+    asked: str
+    done: int = 0
+    """Bytes that were handed over."""
+
+    def whole(self) -> NDArray[np.uint8]:
+        """All of it, in memory of its own."""
+        data = np.frombuffer(self._get().bytes(), np.uint8)
+        if len(data) != self.size:
+            raise self._ended(len(data))
+        return data
+
+    def go_on(self, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """What is missing in ``out``, [size]; returns ``out``. After an error it may be called again with it."""
+        for piece in self._get().stream(min_chunk_size=STREAM_BYTES):
+            if self.done + len(piece) > self.size:
+                raise self._ended(self.done + len(piece))
+            out[self.done : self.done + len(piece)] = np.frombuffer(piece, np.uint8)
+            self.done += len(piece)
+        if self.done < self.size:
+            raise self._ended(self.done)
+        return out
+
+    def _get(self) -> GetResult:
+        reply = obstore.get(self.client, self.name, options={"range": (self.offset + self.done, self.offset + self.size)})
+        size = reply.meta["size"]
+        if size != self.byte_count:
+            raise ObjectCorrupt(f"{self.asked}: it has {size} bytes, {self.byte_count} are expected: truncated or replaced")
+        return reply
+
+    def _ended(self, found: int) -> StoreError:
+        if found > self.size:
+            return ObjectCorrupt(f"{self.asked}: more bytes came")
+        return StoreUnavailable(f"{self.asked}: the body ended after {found} bytes")
 
 
 class ObjectStorageStore(Store):
@@ -132,24 +186,25 @@ class ObjectStorageStore(Store):
 
     def fetch(self, name: str, offset: int, out: NDArray[np.uint8], *, byte_count: int) -> None:
         """Fills ``out`` from ``offset`` of an object that has ``byte_count`` bytes; a body that breaks off is continued."""
-        asked = f"reading {len(out)} bytes at {offset} of {self.url}/{name}"
-        done = 0
+        body = self._body(name, offset, len(out), byte_count)
+        self._again(lambda: body.go_on(out), body.asked)
 
-        def attempt() -> None:
-            nonlocal done
-            reply = obstore.get(self._client.reader, name, options={"range": (offset + done, offset + len(out))})
-            size = reply.meta["size"]
-            if size != byte_count:
-                raise ObjectCorrupt(f"{asked}: it has {size} bytes, {byte_count} are expected: truncated or replaced")
-            for piece in reply.stream(min_chunk_size=STREAM_BYTES):
-                if done + len(piece) > len(out):
-                    raise ObjectCorrupt(f"{asked}: more bytes came")
-                out[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
-                done += len(piece)
-            if done < len(out):
-                raise StoreUnavailable(f"{asked}: the body ended after {done} bytes")
+    def view(self, name: str, offset: int, size: int, scratch: Callable[[int], NDArray[np.uint8]], *, byte_count: int) -> NDArray[np.uint8]:
+        """``size`` bytes from ``offset`` as they came, without a copy; after a failure as ``fetch``, into ``scratch(size)``."""
+        body = self._body(name, offset, size, byte_count)
+        failed = False
 
-        self._again(attempt, asked)
+        def attempt() -> NDArray[np.uint8]:
+            nonlocal failed
+            if not failed:
+                failed = True
+                return body.whole()
+            return body.go_on(scratch(size))
+
+        return self._again(attempt, body.asked)
+
+    def _body(self, name: str, offset: int, size: int, byte_count: int) -> _Body:
+        return _Body(self._client.reader, name, offset, size, byte_count, f"reading {size} bytes at {offset} of {self.url}/{name}")
 
     def read(self, name: str, *, bytes_max: int) -> bytes:
         """One GET, without asking for the size first."""

@@ -4,9 +4,8 @@ Owns a bounded number of daemon threads, the futures of their work and its order
 replaced by a fresh one, and left alone with the memory that it may still write to. Refuses to wait without a deadline.
 """
 
+import heapq
 import itertools
-import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from fsref.errors import StoreUnavailable
 ABANDONED_MAX: Final = 64
 """Threads that one pool gives up at most; beyond, work waits for the ones that are left."""
 _Work = tuple[Future[None], Callable[[], None]]
-_Queued = tuple[float, int, _Work | None]
+_Queued = tuple[float, int, _Work]
 """Priority, and a serial number so that equals keep their order and work is never compared."""
 
 
@@ -32,20 +31,18 @@ class _Worker(threading.Thread):
         self.future: Future[None] | None = None
 
     def run(self) -> None:
-        while not self.abandoned and (work := self.pool.take()) is not None:
-            self._do(*work)
+        while (work := self.pool.take(self)) is not None:
+            _do(*work)
             del work  # whatever it refers to must not wait for the next work
 
-    def _do(self, future: Future[None], call: Callable[[], None]) -> None:
-        if not self.pool.begin(self, future):
-            return
-        try:
-            call()
-        except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
-            settle(future, e)
-        else:
-            settle(future, None)
-        self.pool.end(self)
+
+def _do(future: Future[None], call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as e:  # noqa: BLE001 - carried to whoever waits for the future
+        settle(future, e)
+    else:
+        settle(future, None)
 
 
 class Threads:
@@ -54,7 +51,9 @@ class Threads:
     def __init__(self, count: int, *, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: queue.PriorityQueue[_Queued] = queue.PriorityQueue()
+        self._changed = threading.Condition(self._lock)
+        self._queue: list[_Queued] = []
+        """A heap. One lock for it and for who works on what: taking the next work costs one hold of it."""
         self._serial = itertools.count()
         self._workers: list[_Worker] = []
         self._count = count
@@ -70,7 +69,8 @@ class Threads:
                 raise RuntimeError("the pool is closed")
             if len(self._workers) < self._count:
                 self._start()
-            self._put(priority, (future, call))
+            heapq.heappush(self._queue, (priority, next(self._serial), (future, call)))
+            self._changed.notify()
         return future
 
     def abandon(self, futures: Iterable[Future[None]], reason: str) -> int:
@@ -99,49 +99,37 @@ class Threads:
         with self._lock:
             self._closed = True
             workers = list(self._workers)
-        self._drain()
-        for _ in workers:
-            self._put(math.inf, None)
+            for _, _, (future, _) in self._queue:
+                _dropped(future)
+            self._queue.clear()
+            self._changed.notify_all()
         end = time.monotonic() + deadline_s
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
         stuck = [w.future for w in workers if w.is_alive() and w.future is not None]
         return self.abandon(stuck, f"a {self._name} thread did not come back within {deadline_s:g} s")
 
-    def take(self) -> _Work | None:
-        """The next work, for a worker; None: stop."""
-        return self._queue.get()[2]
-
-    def begin(self, worker: _Worker, future: Future[None]) -> bool:
-        """Whether the work still is to be done."""
-        with self._lock:
-            if future.cancelled() or not future.set_running_or_notify_cancel():
-                return False
-            worker.future = future
-            return True
-
-    def end(self, worker: _Worker) -> None:
-        """The worker's work is over."""
+    def take(self, worker: _Worker) -> _Work | None:
+        """The next work that still is to be done, for a worker whose last one is over; None: stop. Waits."""
         with self._lock:
             worker.future = None
-
-    def _put(self, priority: float, work: _Work | None) -> None:
-        self._queue.put((priority, next(self._serial), work))
+            while not worker.abandoned:
+                if not self._queue:
+                    if self._closed:
+                        return None
+                    self._changed.wait()
+                    continue
+                work = heapq.heappop(self._queue)[2]
+                future = work[0]
+                if not future.cancelled() and future.set_running_or_notify_cancel():
+                    worker.future = future
+                    return work
+            return None
 
     def _start(self) -> None:
         worker = _Worker(self, f"{self._name}-{len(self._workers)}")
         self._workers.append(worker)
         worker.start()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                work = self._queue.get_nowait()[2]
-            except queue.Empty:
-                return
-            if work is not None:
-                with self._lock:
-                    _dropped(work[0])
 
 
 def _dropped(future: Future[None]) -> bool:

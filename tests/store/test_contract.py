@@ -61,6 +61,8 @@ def test_what_was_put_is_read_in_any_range(store: Store) -> None:
             outs = [np.zeros(n, np.uint8) for n in (half, 0, len(out) - half)]
             file.read_scattered(start, outs)
             assert b"".join(o.tobytes() for o in outs) == whole[start:]
+            for size in (0, half, len(out)):
+                assert file.read_view(start, size, lambda n: np.zeros(n, np.uint8)).tobytes() == whole[start : start + size]
 
 
 def test_a_read_beyond_the_end_is_corruption_not_a_short_result(store: Store) -> None:
@@ -71,6 +73,8 @@ def test_a_read_beyond_the_end_is_corruption_not_a_short_result(store: Store) ->
                 file.read_into(start, np.empty(size, np.uint8))
             with pytest.raises(ObjectCorrupt, match="truncated"):
                 file.read_scattered(start, [np.empty(size - 1, np.uint8), np.empty(1, np.uint8)])
+            with pytest.raises(ObjectCorrupt, match="truncated"):
+                file.read_view(start, size, lambda n: np.empty(n, np.uint8))
 
 
 @pytest.mark.payload("F8")
@@ -170,11 +174,14 @@ def test_a_file_opened_with_its_known_size_reads_like_any_other(store: Store) ->
         out = np.empty(3, np.uint8)
         file.read_into(1, out)
         assert (file.byte_count, out.tobytes()) == (5, b"234")
+        assert file.read_view(1, 3, lambda n: np.empty(n, np.uint8)).tobytes() == b"234"
 
 
 def test_what_is_absent_shows_at_the_first_read_at_the_latest(store: Store) -> None:
     with pytest.raises(ObjectMissing), store.open("nothing", byte_count=5) as file:
         file.read_into(0, np.empty(5, np.uint8))
+    with pytest.raises(ObjectMissing), store.open("nothing", byte_count=5) as file:
+        file.read_view(0, 5, lambda n: np.empty(n, np.uint8))
 
 
 def test_the_check_of_a_store_finds_what_it_does_and_leaves_nothing(store: Store) -> None:
