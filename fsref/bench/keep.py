@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from fsref.bench.pause import idle, watched
 from fsref.bench.shapes import raw_bytes, shape_of
 from fsref.bench.workload import CODECS, Options, Workload, arrays, blob, workload
 from fsref.objects import encode
+from fsref.objects.codec import shuffle_width
 from fsref.plan import chunk_tokens
 from fsref.refs import Codec, Payload
 from fsref.refs.export import cut
@@ -50,7 +52,7 @@ def keep(options: Options, *, steady_keeps: int = 1000) -> dict[str, Any]:
             ZARR_FOLDER: functools.partial(_zarr, work, zipped=False, number=itertools.count()),
             RAW: functools.partial(_raw, work.folder, blob(sample)[0]),
         }
-        timings = interleaved(cases, repeats=options.repeats)
+        timings = interleaved(cases, repeats=options.repeats, after=functools.partial(_clear, work))
         ratios = []
         for label, a, b, reach in TARGETS:
             found = ratio(timings, a, b)
@@ -87,6 +89,18 @@ def _writer(work: Workload, durability: Durability, codec: Codec = CODECS["defau
     return Writer(work.stores["default"], work.shape.schema(codec), Receipts("bench"), durability=durability)
 
 
+def _clear(work: Workload) -> None:
+    """Removes what a turn wrote; the workload's own objects stay."""
+    store = work.stores["default"]
+    own = {f"obj/{object_id}.zip" for refs in work.refs.values() for ref in refs for object_id in ref.object_ids}
+    store.delete([e.name for e in store.list("obj") if e.name not in own])
+    for path in work.folder.glob("zarr-*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 async def _pauses(work: Callable[[], Any], repeats: int) -> dict[str, float]:
     quiet = await idle(0.2 * max(repeats, 3))
     found = (await watched(work, max(repeats, 10)))["pause"]
@@ -119,6 +133,7 @@ def _zarr(work: Workload, *, zipped: bool, number: "itertools.count[int]") -> No
     for name, columns in arrays(sample, sample.token_count, row_columns=True).items():
         for column, values in columns.items():
             rows = step if len(values) == sample.token_count else max(1, -(-len(values) // ranges))
+            width = shuffle_width(rows * values[:1].nbytes, values.dtype.itemsize)
             made = group.create_array(
                 f"{name}/{column}" if column else name,
                 shape=values.shape,
@@ -126,7 +141,7 @@ def _zarr(work: Workload, *, zipped: bool, number: "itertools.count[int]") -> No
                 chunks=(rows, *values.shape[1:]),
                 filters=None,
                 compressors=[
-                    zarr.codecs.BloscCodec(cname="lz4", clevel=codec.level, shuffle="bitshuffle", typesize=values.dtype.itemsize),
+                    zarr.codecs.BloscCodec(cname="lz4", clevel=codec.level, shuffle="bitshuffle", typesize=width),
                     zarr.codecs.Crc32cCodec(),
                 ],
                 config={"write_empty_chunks": True},

@@ -1,4 +1,7 @@
-"""Interleaved repeats: every method once per round, in a rotating order, so that what else the machine does meets all of them alike.
+"""Interleaved repeats: every method has its turn in every round, in a rotating order, so that what else the machine does meets all alike.
+
+A turn is a method at work, as a trainer's step is: one run that is not counted (threads wake up, caches fill with this method's data), then
+runs for ``TURN_S``. Single runs of some 20 ms say more about where the kernel had put the threads that the method before left asleep.
 
 Owns timing and its statistics. Refuses to know what is measured.
 """
@@ -11,12 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+TURN_S: Final = 0.12
+"""Seconds of a turn at least; a single run where that takes longer."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round."""
+    """Seconds of one run, in each round: the mean of a turn."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
@@ -34,26 +40,41 @@ class Timing:
         return out | ({"gb_per_s": round(raw_bytes / median / 1e9, 2)} if raw_bytes else {})
 
 
-def interleaved(cases: Mapping[str, Callable[[], Any]], *, repeats: int, warm: int = 1) -> dict[str, Timing]:
-    """Times every case ``repeats`` times. Rounds start with another case each time; ``warm`` rounds before them are not counted."""
+def _nothing() -> None:
+    """After a turn that leaves nothing behind."""
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]], *, repeats: int, turn_s: float = TURN_S, after: Callable[[], None] = _nothing
+) -> dict[str, Timing]:
+    """Times every case in ``repeats`` rounds. Rounds start with another case each time.
+
+    ``turn_s`` 0: one run is a turn, after one that is not counted. ``after`` runs behind every turn, for what it left on disk.
+    """
     names = list(cases)
-    wall: dict[str, list[float]] = {n: [] for n in names}
-    cpu: dict[str, list[float]] = {n: [] for n in names}
-    for round_ in range(-warm, repeats):
+    turns: dict[str, list[tuple[float, float]]] = {n: [] for n in names}
+    for round_ in range(repeats):
         for n in range(len(names)):
             name = names[(n + round_) % len(names)]
-            gc.collect()
-            gc.disable()
-            try:
-                start_cpu, start = time.process_time(), time.perf_counter()
-                cases[name]()
-                seconds, seconds_cpu = time.perf_counter() - start, time.process_time() - start_cpu
-            finally:
-                gc.enable()
-            if round_ >= 0:
-                wall[name].append(seconds)
-                cpu[name].append(seconds_cpu)
-    return {n: Timing(tuple(wall[n]), tuple(cpu[n])) for n in names}
+            turns[name].append(_turn(cases[name], turn_s))
+            after()
+    return {n: Timing(tuple(w for w, _ in t), tuple(c for _, c in t)) for n, t in turns.items()}
+
+
+def _turn(case: Callable[[], Any], turn_s: float) -> tuple[float, float]:
+    """Seconds of one run on the clock and of the processor."""
+    case()
+    gc.collect()
+    gc.disable()
+    runs = 0
+    try:
+        start_cpu, start = time.process_time(), time.perf_counter()
+        while not runs or time.perf_counter() - start < turn_s:
+            case()
+            runs += 1
+        return (time.perf_counter() - start) / runs, (time.process_time() - start_cpu) / runs
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,9 @@ def test_on_paper_reads_follow_the_ranks_that_read_by_themselves() -> None:
 
 def test_repeats_are_interleaved_and_start_with_another_method_each_round() -> None:
     order: list[str] = []
-    timings = interleaved({n: lambda n=n: order.append(n) for n in "abc"}, repeats=2, warm=1)  # type: ignore[misc]
-    assert "".join(order) == "cababcbca"
+    cases = {n: lambda n=n: order.append(n) for n in "abc"}  # type: ignore[misc]
+    timings = interleaved(cases, repeats=2, turn_s=0, after=lambda: order.append("."))
+    assert "".join(order) == "aa.bb.cc.bb.cc.aa."  # a run that is not counted, and one that is
     assert all(len(t.wall_s) == 2 for t in timings.values())
 
 
