@@ -156,8 +156,10 @@ class Fsref(Method):
     def run(self) -> None:
         before = (self.reader.counters.bytes_fetched, self.reader.counters.requests)
         with _unchecked() if not self._check else _as_is():
-            plans = [self.reader.plan(ref, tokens=TokenRange(0, ref.token_count)) for ref in self._refs]
-            futures = [f for plan, out in zip(plans, self.work.outs, strict=True) for f in self.reader.submit(plan, out)]
+            plans, futures = [], []
+            for ref, out in zip(self._refs, self.work.outs, strict=True):  # as the loader does: what is planned is fetched at once
+                plans.append(self.reader.plan(ref, tokens=TokenRange(0, ref.token_count)))
+                futures += self.reader.submit(plans[-1], out)
             errors = self.reader.collect(futures)
         if errors:
             raise errors[0]

@@ -42,12 +42,14 @@ def decode_index(segment: Segment, schema: Schema) -> tuple[Layout, list[int], l
     layout, at = _decode_layout(segment, schema)
     data = segment.index
     last = [0] * len(layout.arrays)
+    bounds = [a.chunk_nbytes + 64 for a in layout.arrays]
     sizes = []
     for chunk in layout.chunks:
+        array = chunk.array
         coded, at = _get(data, at)
-        size = last[chunk.array] + ((coded >> 1) ^ -(coded & 1))
-        last[chunk.array] = size
-        if not 4 < size <= layout.arrays[chunk.array].chunk_nbytes + 64:
+        size = last[array] + ((coded >> 1) ^ -(coded & 1))
+        last[array] = size
+        if not 4 < size <= bounds[array]:
             raise BadRef(f"{segment.object_id}: chunk {chunk.name} cannot have {size} bytes")
         sizes.append(size)
     starts = offsets(layout, sizes)
@@ -160,6 +162,8 @@ def _put(out: bytearray, value: int) -> None:
 
 
 def _get(data: bytes, at: int) -> tuple[int, int]:
+    if at < len(data) and data[at] < 0x80:
+        return data[at], at + 1
     value = shift = 0
     for n in range(at, min(at + _VARINT_BYTES_MAX, len(data))):
         byte = data[n]

@@ -46,11 +46,8 @@ class Array(NamedTuple):
     """``""`` for a dense field, ``counts``, or the column's name."""
     flat: bool
     """Whether it holds a ragged field's values [N]; else one row per token."""
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Decoded bytes of every chunk; edge chunks are padded to the full shape, as Zarr has it."""
-        return math.prod(self.chunk_shape) * np.dtype(self.dtype).itemsize
+    chunk_nbytes: int
+    """Decoded bytes of every chunk; edge chunks are padded to the full shape, as Zarr has it."""
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +57,12 @@ class Array(NamedTuple):
     @property
     def chunk_count(self) -> int:
         return math.prod(-(-length // step) for length, step in zip(self.shape, self.chunk_shape, strict=True))
+
+
+def _array(
+    path: str, dtype: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...], *, field: Field, column: str = "", flat: bool = False
+) -> Array:
+    return Array(path, dtype, shape, chunk_shape, field, column, flat, math.prod(chunk_shape) * np.dtype(dtype).itemsize)
 
 
 class Chunk(NamedTuple):
@@ -106,14 +109,17 @@ class Layout:
             if not field.ragged:
                 layers = field.layers_per_chunk or (field.row_shape[0] if field.row_shape else 0)
                 inner = (layers, *field.row_shape[1:]) if field.row_shape else ()
-                out.append(Array(field.name, field.dtype, (tokens, *field.row_shape), (step, *inner), field, "", flat=False))
+                out.append(_array(field.name, field.dtype, (tokens, *field.row_shape), (step, *inner), field=field))
                 continue
             per_token = [("counts", "int32"), *((c.name, c.dtype) for c in field.row_columns)]
-            out += [Array(f"{field.name}/{name}", dtype, (tokens,), (step,), field, name, flat=False) for name, dtype in per_token]
+            out += [_array(f"{field.name}/{name}", dtype, (tokens,), (step,), field=field, column=name) for name, dtype in per_token]
             values = self._values(field)
             per_chunk = max(1, -(-values // max(1, self.range_count)))
             per_chunk += -per_chunk % SHUFFLED_VALUES
-            out += [Array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field, c.name, flat=True) for c in field.columns]
+            out += [
+                _array(f"{field.name}/{c.name}", c.dtype, (values,), (per_chunk,), field=field, column=c.name, flat=True)
+                for c in field.columns
+            ]
         return tuple(out)
 
     @cached_property

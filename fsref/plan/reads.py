@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsref.errors import BadRef
 from fsref.plan.coverage import Overlap, Piece, field_coverage, gaps_of, is_whole
 from fsref.plan.index import check_schema, decode_index
-from fsref.plan.layout import Array, Chunk, Layout
+from fsref.plan.layout import Array, Layout
 from fsref.refs import Field, PayloadRef, Schema, Segment, TokenRange
 
 
@@ -203,14 +203,41 @@ def _plan_segment(segment: Segment, schema: Schema, jobs: Sequence[_Job], wants:
             numbers.setdefault(job.field.name, []).append(len(reads))
             reads.append(_field_read(layout, job, _layer_positions(job.field, wants.layers)))
     wanted: list[tuple[int, ChunkRead]] = []
+    by_array = [[(n, _touched(a, reads[n], layout)) for n in numbers.get(a.field.name, ())] for a in layout.arrays]
     for chunk, size, start in zip(layout.chunks, sizes, starts, strict=True):
-        array = layout.arrays[chunk.array]
-        for n in numbers.get(array.field.name, ()):
-            if _touches(chunk, array, reads[n], layout):
-                read = ChunkRead(0, size, array.chunk_nbytes, n, array.column, array.flat, chunk.start, chunk.stop, chunk.layer)
-                wanted.append((start, read))
+        number, range_index, _, first, last, layer = chunk
+        for n, touched in by_array[number]:
+            if (
+                touched.start <= (first if touched.flat else range_index) < touched.stop
+                and last > touched.behind
+                and (not touched.layers or layer in touched.layers)
+            ):
+                a = layout.arrays[number]
+                wanted.append((start, ChunkRead(0, size, a.chunk_nbytes, n, a.column, a.flat, first, last, layer)))
     requests = coalesce(wanted, wants.request_bytes_max, wants.gap_bytes_max)
     return SegmentRead(segment.object_id, segment.byte_count, tuple(reads), requests)
+
+
+class _Touched(NamedTuple):
+    """Which chunks of an array a read wants something of."""
+
+    flat: bool
+    start: int
+    stop: int
+    """Token ranges; of a flat array the first value of a chunk, which also ends ``behind`` this value."""
+    behind: int
+    layers: frozenset[int]
+    """First layer positions of chunks; empty for all."""
+
+
+def _touched(array: Array, read: FieldRead, layout: Layout) -> _Touched:
+    if not len(read.rows):
+        return _Touched(array.flat, 0, 0, 0, frozenset())
+    if array.flat:
+        return _Touched(True, 0, read.value_first + read.values_max, read.value_first, frozenset())
+    first, last = read.rows.start // layout.range_tokens, (read.rows.stop - 1) // layout.range_tokens
+    width = array.chunk_shape[1] if read.layers else 0
+    return _Touched(False, first, last + 1, -1, frozenset(p - p % width for p in read.layers))
 
 
 def _layer_positions(field: Field, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -232,17 +259,6 @@ def _field_read(layout: Layout, job: _Job, layers: tuple[int, ...]) -> FieldRead
     return FieldRead(field, rows, job.out_start, layers, begin, end - begin, TokenRange(layout.tokens_of(first).start, rows.start))
 
 
-def _touches(chunk: Chunk, array: Array, read: FieldRead, layout: Layout) -> bool:
-    if not len(read.rows):
-        return False
-    if array.flat:
-        return chunk.start < read.value_first + read.values_max and chunk.stop > read.value_first
-    first, last = read.rows.start // layout.range_tokens, (read.rows.stop - 1) // layout.range_tokens
-    if not first <= chunk.range_index <= last:
-        return False
-    return not read.layers or any(chunk.layer <= p < chunk.layer + array.chunk_shape[1] for p in read.layers)
-
-
 def coalesce(wanted: Sequence[tuple[int, ChunkRead]], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:
     """Requests for chunks at ascending offsets; a chunk that several reads want stands in it once for each and is fetched once."""
     out: list[Request] = []
@@ -255,7 +271,7 @@ def coalesce(wanted: Sequence[tuple[int, ChunkRead]], request_bytes_max: int, ga
             group = []
         if not group:
             begin = start
-        group.append(chunk._replace(offset=start - begin))
+        group.append(ChunkRead(start - begin, *chunk[1:]))
         end = start + chunk.size
     if group:
         out.append(Request(begin, end - begin, tuple(group)))

@@ -270,11 +270,12 @@ class Reader:
 
         return self._cache.fill(task.segment.object_id, _spans(request), stored, fetch, step=task.step) > 0
 
-    def _count(self, task: "_Task", **more: int) -> None:
+    def _count(self, task: "_Task", *, requests: int = 0, bytes_fetched: int = 0, retries: int = 0) -> None:
         with self._lock:
             for counters in (self.counters, task.tally):
-                for name, value in more.items():
-                    setattr(counters, name, getattr(counters, name) + value)
+                counters.requests += requests
+                counters.bytes_fetched += bytes_fetched
+                counters.retries += retries
 
     def _retry(self, work: Callable[[], None], asked: str, task: "_Task") -> None:
         """Runs ``work`` again, with growing random waits, for errors that may heal: a network filesystem's late view, a flipped bit."""

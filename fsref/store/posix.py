@@ -72,6 +72,16 @@ def rename_known(source: str, target: str, written: os.stat_result, *, dir_fd: i
             raise
 
 
+def _from(views: Sequence[Buffer], count: int) -> list[Buffer]:
+    """What is left of the buffers behind their first ``count`` bytes."""
+    left = [memoryview(v) for v in views]
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if count:
+        left[0] = left[0][count:]
+    return list(left)
+
+
 class PosixFile(ObjectFile):
     """An open regular file."""
 
@@ -84,20 +94,19 @@ class PosixFile(ObjectFile):
         self.read_scattered(offset, [out])
 
     def read_scattered(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
-        views = [memoryview(out) for out in outs if len(out)]
-        wanted, done = sum(map(len, views)), 0
-        while views:
+        wanted, done = sum(map(len, outs)), 0
+        views: list[Buffer] = [out for out in outs if len(out)]
+        while True:
             try:
                 n = os.preadv(self._fd, views[:IOV_MAX], offset + done)
             except OSError as e:
                 raise_mapped(e, f"reading {wanted} bytes at {offset} of {self.name}")
+            done += n
+            if done == wanted:
+                return
             if n == 0:
                 raise ObjectCorrupt(f"{self.name} ends at {offset + done}, {wanted} bytes at {offset} were asked for: truncated")
-            done += n
-            while views and n >= len(views[0]):
-                n -= len(views.pop(0))
-            if n:
-                views[0] = views[0][n:]
+            views = _from(views, n)
 
     def close(self) -> None:
         if self._fd >= 0:
