@@ -22,7 +22,7 @@ from fsref.errors import (
 _LATER: Final = {
     "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests",
     "RequestTimeout", "RequestTimeoutException", "OperationAborted", "ConditionalRequestConflict", "503", "500",
-    "XMinioServerNotInitialized", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody",
+    "IDPCommunicationError", "XMinioServerNotInitialized", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody",
 }  # fmt: skip
 """Codes after which the same request may work; the last three say that a body was damaged on its way."""
 _FULL: Final = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "EntityQuotaExceeded"}
@@ -31,7 +31,9 @@ _EXPIRED: Final = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequire
 _DENIED: Final = {
     "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AccountProblem", "NotSignedUp",
     "Unauthorized", "Forbidden", "MethodNotAllowed", "403", "401", "AuthorizationHeaderMalformed", *_EXPIRED,
+    "InvalidIdentityToken", "IDPRejectedClaim", "InvalidClientTokenId",
 }  # fmt: skip
+"""The last line is what the token service says, which gives the keys of a role."""
 _REGION: Final = {"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException", "301", "307"}
 
 BY_CLASS: Final[dict[str, type[FsrefError]]] = {

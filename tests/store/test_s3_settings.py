@@ -4,8 +4,11 @@ import datetime
 import ipaddress
 import itertools
 import json
+import re
 import ssl
 import threading
+import traceback
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +19,7 @@ import pytest
 from fsref.cli import check
 from fsref.config import StoreSection
 from fsref.doctor import failed, root_checks
-from fsref.errors import ConfigError, FsrefError, MissingExtra
+from fsref.errors import ConfigError, FsrefError, MissingExtra, StoreDenied
 from fsref.store import Deletion, open_root, probe, s3client
 from fsref.store.filesystem import FilesystemStore
 from fsref.store.objectstorage import ObjectStorageStore
@@ -162,25 +165,50 @@ def test_a_profile_that_does_not_exist_is_said(moto: S3Server) -> None:
             open_root(root(), run="run", settings=moto.settings(driver=driver, profile="nobody"))
 
 
+WEB_TOKEN = "SENTINEL-web-token"
+SESSION = "a-session"
+
+
 class Role(BaseHTTPRequestHandler):
-    """What a cloud's instance (IMDSv2) and container services answer: temporary keys."""
+    """What a cloud's instance (IMDSv2 only), container and token services answer: temporary keys, at ``/numbered`` new ones."""
+
+    given = itertools.count(1)
 
     def do_PUT(self) -> None:
-        self._answer(b"a-session")
+        asked = self.path == "/latest/api/token" and self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+        self._answer(SESSION.encode() if asked else b"", status=200 if asked else 400)
 
     def do_GET(self) -> None:
-        if self.path.endswith("/security-credentials/"):
+        if self.path.startswith("/latest/") and self.headers.get("X-aws-ec2-metadata-token") != SESSION:
+            self._answer(b"", status=401)
+        elif self.path.endswith("/security-credentials/"):
             self._answer(b"the-role")
-            return
-        later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=6)
-        keys = {
-            "Code": "Success", "AccessKeyId": "AKIAFROMTHEROLE00000", "SecretAccessKey": "SENTINEL-role", "Token": "SENTINEL-token",
-            "Expiration": f"{later:%Y-%m-%dT%H:%M:%SZ}",
-        }  # fmt: skip
-        self._answer(json.dumps(keys).encode())
+        else:
+            numbered = self.path == "/numbered"
+            key = f"AKIANUMBER{next(self.given):010}" if numbered else "AKIAFROMTHEROLE00000"
+            keys = {
+                "Code": "Success", "AccessKeyId": key, "SecretAccessKey": "SENTINEL-role", "Token": "SENTINEL-token",
+                "Expiration": in_minutes(5 if numbered else 360),
+            }  # fmt: skip
+            self._answer(json.dumps(keys).encode())
 
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def do_POST(self) -> None:
+        form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        asked = [form.get(k) for k in ("Action", "RoleArn", "WebIdentityToken")]
+        if asked != [["AssumeRoleWithWebIdentity"], ["arn:aws:iam::123456789012:role/the-role"], [WEB_TOKEN]]:
+            self._answer(b"<ErrorResponse><Error><Code>InvalidIdentityToken</Code></Error></ErrorResponse>", status=400)
+            return
+        keys = (
+            "<AccessKeyId>AKIAFROMTHEROLE00000</AccessKeyId><SecretAccessKey>SENTINEL-role</SecretAccessKey>"
+            f"<SessionToken>SENTINEL-token</SessionToken><Expiration>{in_minutes(360)}</Expiration>"
+        )
+        user = "<Arn>arn:aws:sts::123456789012:assumed-role/the-role/x</Arn><AssumedRoleId>A:x</AssumedRoleId>"
+        result = f"<Credentials>{keys}</Credentials><AssumedRoleUser>{user}</AssumedRoleUser>"
+        result = f"<AssumeRoleWithWebIdentityResult>{result}</AssumeRoleWithWebIdentityResult>"
+        self._answer(f"<AssumeRoleWithWebIdentityResponse>{result}</AssumeRoleWithWebIdentityResponse>".encode())
+
+    def _answer(self, body: bytes, *, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-aws-ec2-metadata-token-ttl-seconds", "21600")
         self.end_headers()
@@ -188,6 +216,10 @@ class Role(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def in_minutes(count: int) -> str:
+    return f"{datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=count):%Y-%m-%dT%H:%M:%SZ}"
 
 
 @pytest.fixture(scope="module")
@@ -200,17 +232,33 @@ def role() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("driver", "source"), [*itertools.product(["obstore", "fsspec"], ["instance", "container"])])
-def test_keys_come_from_the_role_of_the_instance_or_the_container(  # noqa: PLR0917  fixtures and parameters
-    moto: S3Server, fault_proxy: Callable[[S3Server], FaultProxy], role: str, monkeypatch: pytest.MonkeyPatch, driver: str, source: str
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+def use_role(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, service: str) -> None:
+    """Leaves one source of keys in the environment."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     if source == "instance":
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", role)
+        monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service)
+    elif source == "container":
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{service}/keys")
     else:
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role}/keys")
+        (folder / "token").write_text(WEB_TOKEN)
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(folder / "token"))
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/the-role")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service)
+
+
+@pytest.mark.parametrize(("driver", "source"), [*itertools.product(["obstore", "fsspec"], ["instance", "container", "web identity"])])
+def test_keys_come_from_the_role_of_the_instance_the_container_or_a_web_identity(  # noqa: PLR0917  fixtures and parameters
+    moto: S3Server,
+    fault_proxy: Callable[[S3Server], FaultProxy],
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    driver: str,
+    source: str,
+) -> None:
+    use_role(monkeypatch, tmp_path, source, role)
     proxy = fault_proxy(moto)
     with open_root(root(), run="run", settings=moto.settings(endpoint=proxy.endpoint, driver=driver)) as store:
         store.put("obj/a/0", [b"x"])
@@ -222,3 +270,29 @@ def test_keys_come_from_the_role_of_the_instance_or_the_container(  # noqa: PLR0
         assert b"Credential=AKIAFROMTHEROLE00000/" in request.head, request.kind
         assert b"SENTINEL-token" in request.head, request.kind
     assert "SENTINEL" not in shown
+
+
+def test_a_temporary_key_is_asked_for_again_before_it_ends(
+    moto: S3Server, fault_proxy: Callable[[S3Server], FaultProxy], role: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_role(monkeypatch, tmp_path, "container", role)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{role}/numbered")
+    monkeypatch.setattr(s3client, "TOKEN_S", 0.0)
+    proxy = fault_proxy(moto)
+    with open_root(root(), run="run", settings=moto.settings(endpoint=proxy.endpoint)) as store:
+        for n in range(3):
+            store.put(f"obj/a/{n}", [b"x"])
+    used = [re.search(rb"Credential=(AKIANUMBER[0-9]{10})/", r.head) for r in proxy.requests if r.kind == "PUT"]
+    assert all(used)
+    assert len({m[1] for m in used if m}) == 3
+
+
+@pytest.mark.parametrize("driver", ["obstore", "fsspec"])
+def test_a_web_identity_that_is_refused_is_denied_and_its_token_is_not_shown(
+    moto: S3Server, role: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str
+) -> None:
+    use_role(monkeypatch, tmp_path, "web identity", role)
+    (tmp_path / "token").write_text("SENTINEL-forged")
+    with pytest.raises(StoreDenied) as raised:
+        open_root(root(), run="run", settings=moto.settings(driver=driver, retries_max=0))
+    assert "SENTINEL" not in "".join(traceback.format_exception(raised.value))
