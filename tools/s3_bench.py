@@ -35,8 +35,7 @@ import s3fs
 from msgspec.structs import replace
 from obstore.store import S3Store
 
-from fsref.config import Config, LedgerSection, RunSection, StoreSection
-from fsref.journal import create_run
+from fsref.config import Config, RunSection, StoreSection
 from fsref.objects import EncodedObject, encode
 from fsref.pipeline.layout import own_server
 from fsref.pipeline.objectserver import Home, start
@@ -44,13 +43,11 @@ from fsref.pipeline.ports import free_ports
 from fsref.pipeline.processes import Family
 from fsref.reader import Reader, allocate
 from fsref.reader.chunks import Placer
-from fsref.reaper import EnvHolder, Verdict, audit, close_run
 from fsref.refs import Codec, Dense, Payload, PayloadRef, Schema, object_name, routed_experts
 from fsref.store import Store, open_root
 from fsref.writer import reference
-from tests.support.faultproxy import FaultProxy
-from tests.support.s3servers import S3Server
 from tools.results import replace_section
+from tools.s3_bulk import COUNT, bulk
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
@@ -66,7 +63,6 @@ SERVER_BYTES: Final = 10 << 30
 """What the server may come to hold."""
 MEMORY: Final = Path("/dev/shm")
 CONCURRENCY: Final = 8
-BULK: Final = 10_000
 AIM: Final = 0.9
 NONE: Final = "codec none"
 BUCKET: Final = "bench"
@@ -82,6 +78,10 @@ class Server:
 
     section: StoreSection
     keys: tuple[str, str]
+
+    @property
+    def endpoint(self) -> str:
+        return self.section.endpoint
 
     def store(self, driver: str = "obstore", *, run: str = "bench", endpoint: str = "") -> Store:
         section = replace(self.section, driver=driver, endpoint=endpoint or self.section.endpoint, connections_max=CONCURRENCY)
@@ -270,60 +270,6 @@ def publish(at: Server) -> Measured:
     return out
 
 
-def bulk(at: Server) -> dict[str, dict[str, float]]:
-    """10,000 objects of a run listed, audited and removed: seconds straight, requests through the proxy."""
-    straight, _ = _bulk(at, "bulk-straight", "")
-    host = S3Server("seaweedfs", at.section.endpoint)
-    with FaultProxy(host) as proxy:
-        _, requests = _bulk(at, "bulk-counted", proxy.endpoint, proxy)
-    out = {name: {"seconds": straight[name], "requests": float(requests[name])} for name in straight}
-    print(f"bulk: {out}", flush=True)
-    return out
-
-
-def _bulk(at: Server, name: str, endpoint: str, proxy: FaultProxy | None = None) -> tuple[dict[str, float], dict[str, int]]:
-    seconds: dict[str, float] = {}
-    requests: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder, at.store(run=name, endpoint=endpoint) as store, ThreadPoolExecutor(CONCURRENCY) as pool:
-        ledger = Path(folder) / "ledger"
-        schema = Schema((routed_experts(layer_ids=range(2), top_k=2, expert_count=8),))
-        encoded = encode(
-            Payload(np.arange(8, dtype=np.int32), {"routed_experts": Dense(np.zeros((8, 2, 2), np.uint8))}).checked(schema), schema
-        )
-        run = create_run(store, name, schema)
-
-        @contextmanager
-        def timed(what: str) -> Iterator[None]:
-            if proxy is not None:
-                proxy.clear()
-            began = time.perf_counter()
-            yield
-            seconds[what] = time.perf_counter() - began
-            requests[what] = proxy.counts().total() if proxy is not None else 0
-
-        env = EnvHolder(store, ledger, run=run, label="bench-0-0", section=LedgerSection())
-
-        def put(_: int) -> None:
-            seq = env.next_seq()
-            store.put(object_name(f"{env.inc}/{seq}"), encoded.buffers)
-            env.keep(seq, byte_count=encoded.byte_count, checksum=encoded.checksum, token_count=8, fields=1)
-
-        with timed("published"):
-            list(pool.map(put, range(BULK)))
-        with timed("listed"):
-            assert sum(1 for _ in store.list("obj")) == BULK
-        with timed("audited"):
-            found = audit(store, ledger, run=run.run, run_uuid=run.run_uuid)
-        assert found.verdict is Verdict.BALANCED, found.render()
-        with timed("removed, by the worker that kept them"):
-            assert env.close() == 0
-        with timed("closed and audited"):
-            found = close_run(store, ledger, run=run)
-        assert found.verdict is Verdict.PROVED, found.render()
-        assert next(store.list("obj"), None) is None
-    return seconds, requests
-
-
 def sections(found: dict[str, Any]) -> list[str]:
     """The section of docs/results.md."""
     head = (
@@ -345,7 +291,7 @@ def sections(found: dict[str, Any]) -> list[str]:
     ]
     lines += [
         "",
-        f"A run of {BULK:,} objects in one bucket:",
+        f"A run of {COUNT:,} objects in one bucket:",
         "",
         "| | seconds | requests |",
         "|---|---|---|",
