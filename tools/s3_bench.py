@@ -129,7 +129,7 @@ def payloads(codec: Codec, size: int) -> tuple[Schema, EncodedObject]:
 
 
 def interleaved(contestants: dict[str, Callable[[int], None]], object_bytes: int, *, base: str) -> dict[str, Speed]:
-    """Every contestant takes its turn in each round, in random order, with as many objects as fill ``TURN_S``; its first two turns warm up.
+    """Every contestant takes its turn in each round, in random order, with enough objects for ``TURN_S``, after one or two that warm up.
 
     ``ratio`` is its speed relative to that of ``base`` in the same round, ``cpu`` the CPU time of this process for an object relative
     to that of ``base``, the server's not counted: what else the machine does disturbs the first and hardly the second.
@@ -159,8 +159,9 @@ def _turn(work: Callable[[int], None], count: int) -> tuple[float, float]:
 
 def _count(work: Callable[[int], None]) -> int:
     """How many objects fill a turn, in whole rounds of all threads."""
-    work(CONCURRENCY)
-    seconds, _ = _turn(work, CONCURRENCY * 2)
+    seconds, _ = _turn(work, CONCURRENCY)
+    if seconds * CONCURRENCY < TURN_S:
+        seconds, _ = _turn(work, CONCURRENCY * 2)
     return min(OBJECTS_MAX, CONCURRENCY * max(1, math.ceil(1.25 * TURN_S / seconds / CONCURRENCY)))
 
 
