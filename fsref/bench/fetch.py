@@ -13,6 +13,8 @@ TARGETS: Final = (
     ("fsref / zarr-python", methods.FSREF, methods.ZARR, 4.0),
     ("fsref / whole blobs over HTTP", methods.FSREF, methods.HTTP, 1.6),
     ("fsref / decode alone", methods.FSREF, methods.DECODE, 0.8),
+    ("fsref / a hand loop", methods.FSREF, methods.HAND, 0.0),
+    ("fsref, codec none / a hand loop", methods.FSREF_NONE, methods.HAND_NONE, 0.0),
     ("fsref, codec none / preadv", methods.FSREF_NONE, methods.PREADV, 0.75),
     ("fsref, codec none, without checks / preadv", methods.FSREF_UNCHECKED, methods.PREADV, 0.95),
     ("fsref / GETs and decode", methods.FSREF, methods.GETS_DECODE, 0.9),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fsref.bench.blobserver import BlobServer
 from fsref.bench.workload import CODECS, Coded, Ranged, Workload, arrays, blob, place, ragged_fields
-from fsref.objects import decode_chunk
+from fsref.objects import CRC_BYTES, check_chunk, decode_chunk
 from fsref.reader import RaggedOut, Reader, chunks
 from fsref.refs import TokenRange
 
@@ -29,6 +29,8 @@ PREADV: Final = "preadv, the bytes of codec none"
 PREADV_STORED: Final = "preadv, the bytes of the default codec"
 MEMCPY: Final = "memcpy"
 DECODE: Final = "decode alone, default codec"
+HAND: Final = "a hand loop, default codec"
+HAND_NONE: Final = "a hand loop, codec none"
 FSREF: Final = "fsref, default codec"
 FSREF_NONE: Final = "fsref, codec none"
 FSREF_UNCHECKED: Final = "fsref, codec none, without checks"
@@ -72,26 +74,29 @@ class Preadv(Method):
     def __init__(self, work: Workload, coded: Coded) -> None:
         super().__init__(work)
         self.bytes_read = self.requests = 0
-        self._files: dict[int, int] = {}
-        self._reads: dict[int, list[tuple[int, list[NDArray[np.uint8]]]]] = {}
+        self.files: dict[int, int] = {}
+        self.reads: dict[int, list[tuple[Ranged, list[NDArray[np.uint8]]]]] = {}
         for r in work.ranged(coded):
-            if r.sample not in self._files:
+            if r.sample not in self.files:
                 path = work.path(coded, r.sample)
                 assert path is not None
-                self._files[r.sample] = os.open(path, os.O_RDONLY)
-            self._reads.setdefault(r.sample, []).append((r.offset, _scattered(r, plain=coded == "none")))
+                self.files[r.sample] = os.open(path, os.O_RDONLY)
+            self.reads.setdefault(r.sample, []).append((r, _scattered(r, plain=coded == "none")))
             self.bytes_read += r.size
             self.requests += 1
 
     def one(self, sample: int) -> None:
-        for offset, views in self._reads[sample]:
-            wanted = sum(map(len, views))
-            if os.preadv(self._files[sample], views, offset) != wanted:
-                raise OSError(f"a read of {wanted} bytes came short")
+        for r, views in self.reads[sample]:
+            self.read(sample, r, views)
+
+    def read(self, sample: int, r: Ranged, views: list[NDArray[np.uint8]]) -> None:
+        """One request."""
+        if os.preadv(self.files[sample], views, r.offset) != r.size:
+            raise OSError(f"a read of {r.size} bytes came short")
 
     def close(self) -> None:
         super().close()
-        for fd in self._files.values():
+        for fd in self.files.values():
             os.close(fd)
 
 
@@ -141,6 +146,38 @@ class Decode(Method):
     def one(self, sample: int) -> None:
         for stored, target in self._chunks[sample]:
             decode_chunk(stored, target, self._codec)
+
+
+class HandLoop(Preadv):
+    """What one would write by hand for exactly these files, every place known before: ``preadv``, checksum, decoding. What fsref adds to
+    it is planning, refusing what does not add up, retries, deadlines and counters.
+    """
+
+    def __init__(self, work: Workload, coded: Coded) -> None:
+        super().__init__(work, coded)
+        self._coded, self._codec = coded, CODECS[coded]
+        self._scratch = threading.local()
+        self._size = max(r.size for reads in self.reads.values() for r, _ in reads)
+
+    def one(self, sample: int) -> None:
+        if self._coded == "none":
+            self._plain(sample)
+            return
+        scratch = getattr(self._scratch, "stored", None)
+        if scratch is None:
+            scratch = self._scratch.stored = np.empty(self._size, np.uint8)
+        for r, _ in self.reads[sample]:
+            self.read(sample, r, [scratch[: r.size]])
+            for p in r.places:
+                at = p.offset - r.offset
+                decode_chunk(scratch[at : at + p.size], p.target, self._codec)
+
+    def _plain(self, sample: int) -> None:
+        for r, views in self.reads[sample]:
+            self.read(sample, r, views)
+            crcs = [v for v in views if len(v) == CRC_BYTES]
+            for p, crc in zip(r.places, crcs, strict=True):
+                check_chunk(p.target, crc)
 
 
 class Fsref(Method):
@@ -301,6 +338,8 @@ LOCAL: Final[dict[str, Callable[[Workload], Method]]] = {
     PREADV_STORED: lambda w: Preadv(w, "default"),
     MEMCPY: Memcpy,
     DECODE: lambda w: Decode(w, "default"),
+    HAND: lambda w: HandLoop(w, "default"),
+    HAND_NONE: lambda w: HandLoop(w, "none"),
     FSREF: lambda w: Fsref(w, "default"),
     FSREF_NONE: lambda w: Fsref(w, "none"),
     FSREF_UNCHECKED: lambda w: Fsref(w, "none", check=False),
