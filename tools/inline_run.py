@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fsref.bench.report import show_bytes
 from tools.experiments import machine, series
 from tools.replica_load import pss_bytes
-from tools.results import RESULTS, replace_section
+from tools.results import RESULTS, paragraph, replace_section
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 JSON: Final = RESULTS.parent / "results" / "inline.json"
@@ -172,10 +173,75 @@ def command_of(pid: int) -> list[str]:
         return []
 
 
+HOW: Final = (
+    "*Reference*: the product. *Inline*: the same pipeline, and the same repaired arrays in the replies of the env servers, in the "
+    "orchestrator's memory until their sample is shipped or dropped, and in the step files; trainer ranks pack them by plain numpy "
+    "(`tools/inline`: patches of that tool's processes, no switch of the product). A pair of runs has one seed, and each goes "
+    "first in turn."
+)
+SERVERS_READ: Final = (
+    "Most of that is Python with its libraries; [the other table](#load-over-replicas-and-what-they-weigh) has what grows under the work."
+)
+CAVEATS: Final = (
+    "What is not comparable. Two runs of one seed do not sample the same tokens: the demo server decodes in bfloat16 in whatever "
+    "batches arrive, so rewards of a pair differ as those of two runs of one kind do; look at them beside the scatter of seeds. "
+    "That both transports bring the trainer the same bytes is tested apart (`tests/bench/test_inline.py`, and on every micro batch "
+    "of a run in `tests/proofs`). The inline run still encodes each branch, for what a reference says of it, and still keeps a "
+    "ledger over objects of a few bytes, so its env servers do more than an inline design's. Step time here is sampling on the "
+    "same two cores; the arrays are a thousandth of the large model's batch, so what grows is small beside Python and torch "
+    "themselves, and no inline step is slow yet. The problem statement's 128 x 8 rollouts of 16k tokens do not fit here; `fsref "
+    "bench memory` has the slope per sample for that shape."
+)
+
+
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The section."""
     runs = found["runs"]
-    yield str(len(runs))
+    pairs = [[runs[f"{transport}, seed {seed}"] for seed in SEEDS] for transport in TRANSPORTS]
+    yield (
+        f"`python -m tools.inline_run` on {found['machine']} ([data](results/inline.json)): `configs/local.toml`, {STEPS} steps of {BATCH}"
+        f" episodes, heads and masks of up to {HEAD} entries, `ahead_max = 0`, seeds {', '.join(map(str, SEEDS))}. Means over steps and"
+        " seeds, the seeds' range in brackets."
+    )
+    yield ""
+    yield from paragraph(HOW)
+    yield ""
+    yield "| | by reference | inline | inline / reference |"
+    yield "|---|---|---|---|"
+    for label in (*PEAK_OF, *MEAN_OF, "to the trainer, bytes"):
+        yield row(label, *([r[label] for r in of] for of in pairs))
+    yield ""
+    yield "One env server for all episodes against four replicas with the same workers each, two steps; memory of each server's processes:"
+    yield ""
+    yield "| | by reference | inline |"
+    yield "|---|---|---|"
+    for servers in SERVERS:
+        peaks = [runs[f"{transport}, {servers}"]["env_servers"]["peak_bytes"] for transport in TRANSPORTS]
+        yield f"| {servers}, highest | {' | '.join(span(p) for p in peaks)} |"
+    yield ""
+    yield from paragraph(SERVERS_READ)
+    yield ""
+    yield from paragraph(CAVEATS)
+
+
+def row(label: str, reference: list[float], inline: list[float]) -> str:
+    """One line of the table; the ratio is that of each seed's pair."""
+    ratios = [i / r for r, i in zip(reference, inline, strict=True) if r]
+    shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+    return f"| {label.removesuffix(', bytes')} | {cell(label, reference)} | {cell(label, inline)} | {shown} |"
+
+
+def cell(label: str, values: list[float]) -> str:
+    """Mean and range over seeds."""
+    show: Callable[[float], str] = show_bytes if label.endswith("bytes") else "{:.3g}".format
+    if min(values) == max(values):
+        return show(values[0])
+    return f"{show(statistics.mean(values))} ({show(min(values))} to {show(max(values))})"
+
+
+def span(values: list[int]) -> str:
+    """From the least to the most."""
+    return show_bytes(values[0]) if len(values) == 1 else f"{show_bytes(min(values))} to {show_bytes(max(values))}"
 
 
 def planned() -> dict[str, tuple[str, int, tuple[str, ...]]]:

@@ -22,7 +22,7 @@ from fsref.bench.fetch import fetch
 from fsref.bench.report import markdown, ratio_rows, show_bytes
 from fsref.bench.suite import in_process
 from fsref.bench.workload import Options
-from tools.results import replace_section
+from tools.results import paragraph, replace_section
 from tools.s3_bench import BUCKET, server
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -82,7 +82,7 @@ def ray_lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _shown(found, ("whole samples", "truncated to 60 %"), RAY_ROWS, ("Ray", "TransferQueue"))
     yield ""
-    yield from READ_RAY
+    yield from paragraph(READ_RAY)
 
 
 def s3_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -95,7 +95,7 @@ def s3_lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _shown(found, ("S3, 16,384 tokens", "S3, 1,024 tokens"), S3_ROWS, ("GETs", "s3fs"))
     yield ""
-    yield from READ_S3
+    yield from paragraph(READ_S3)
 
 
 def _shown(found: dict[str, Any], labels: tuple[str, ...], methods_: tuple[str, ...], of: tuple[str, ...]) -> Iterator[str]:
@@ -122,16 +122,17 @@ INSTALL: Final = (
     "    pip install -e '.[demo,s3,test]' 'ray==2.60.0' 'TransferQueue==0.1.11' 'hydra-core>=1.3' 'omegaconf>=2.3'",
 )
 READ_RAY: Final = (
-    "How to read it. *Ray*: arrays that one process put to the node's shared memory, mapped without a copy and copied to the buffers, so",
-    "it is a copy within memory and as fast. Nothing is unpacked or checked, nothing leaves the node, and an object is gone with its",
-    "owner: it is what a node pays once the bytes are there, and fsref's way from storage costs more. *TransferQueue*: a key per sample,",
-    "a tensor per column in its simple storage (two processes), one `kv_batch_get` per sample and thread (one call for all samples took",
-    "longer); whole samples, raw bytes over sockets. By processor time neither is charged for what its own processes do. Both hold",
-    "the arrays of all steps in flight in memory that nobody else can use, fsref's lie in files, and in the page cache.",
+    "How to read it. *Ray*: arrays that one process put to the node's shared memory, mapped without a copy and copied to the "
+    "buffers, so it is a copy within memory and as fast. Nothing is unpacked or checked, nothing leaves the node, and an object is "
+    "gone with its owner: it is what a node pays once the bytes are there, and fsref's way from storage costs more. "
+    "*TransferQueue*: a key per sample, a tensor per column in its simple storage (two processes), one `kv_batch_get` per sample "
+    "and thread (one call for all samples took longer); whole samples, raw bytes over sockets. By processor time neither is "
+    "charged for what its own processes do. Both hold the arrays of all steps in flight in memory that nobody else can use, "
+    "fsref's lie in files, and in the page cache."
 )
 READ_S3: Final = (
-    "The server shares the two cores with its clients, so rates of this table say which client costs less, not what a network gives. One",
-    "request per sample by every method: the plan's. s3fs is asyncio in one thread beside the callers.",
+    "The server shares the two cores with its clients, so rates of this table say which client costs less, not what a network "
+    "gives. One request per sample by every method: the plan's. s3fs is asyncio in one thread beside the callers."
 )
 
 

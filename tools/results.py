@@ -1,5 +1,6 @@
 """Sections of docs/results.md that a tool writes: between the heading and the next one of its level."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -17,3 +18,8 @@ def replace_section(title: str, lines: Sequence[str], *, path: Path = RESULTS) -
         return
     _, more, tail = rest.partition("\n## ")
     path.write_text(head + section + (f"\n## {tail}" if more else ""), encoding="utf-8")
+
+
+def paragraph(text: str) -> list[str]:
+    """Prose as the pages have it: lines of at most 140 characters."""
+    return textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)

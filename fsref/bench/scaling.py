@@ -1,17 +1,20 @@
 """``fsref bench scaling``: where the cost of a sample bends: over samples of a step, tokens of a sample, threads, and ranks (processes)."""
 
 import multiprocessing
+import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from fsref.bench.measure import interleaved, machine
+from fsref.bench.measure import Timing, interleaved, machine
 from fsref.bench.methods import Fsref
 from fsref.bench.shapes import Shape, payload, shape_of
 from fsref.bench.workload import Options, workload
@@ -35,24 +38,12 @@ def scaling(
     options: Options, *, samples: Sequence[int] = SAMPLES, tokens: Sequence[int] = TOKENS, ranks: Sequence[int] = RANKS
 ) -> dict[str, Any]:
     """Measures all four; ``samples`` are of 64 tokens, so that what is paid per sample shows."""
-    by_samples = list(_by_samples(options, samples))
-    wide = {r["samples"]: r["us_per_sample"] for r in by_samples}
-    ratios = []
-    if 100 in wide and max(wide) > 100:
-        change = abs(wide[max(wide)] / wide[100] - 1)
-        ratios = [
-            {
-                "ratio": f"cost per sample, {max(wide):,} against 100, change",
-                "median": round(change, 3),
-                "least": round(change, 3),
-                "most": round(change, 3),
-                "reach": 0.2,
-                "at_least": False,
-            }
-        ]
+    load = round(os.getloadavg()[0], 1)
+    by_samples, ratios = _by_samples(options, samples)
     return {
         "bench": "scaling",
         "machine": machine(),
+        "load": load,
         "shape": shape_of(options.shape).name,
         "repeats": options.repeats,
         "samples of a step": by_samples,
@@ -63,30 +54,73 @@ def scaling(
     }
 
 
-def _by_samples(options: Options, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Microseconds per small sample, planning and all; every reference names an object of its own."""
+def _by_samples(options: Options, counts: Sequence[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Microseconds per small sample, planning and all, and the change from steps of 100 to the largest; every reference names an object of
+    its own.
+
+    A round reads every object once by steps of each size, so that none finds its files more at hand than another.
+    """
     schema = _SMALL.schema()
     with tempfile.TemporaryDirectory(prefix="fsref-bench-") as folder, open_root(folder, run="scaling", create=True) as store:
         writer = Writer(store, schema, Receipts("bench"), durability="process")
         sample = payload(_SMALL, _SMALL_TOKENS)
         refs = [writer.put(sample) for _ in range(max(counts))]
+        steps = {count: max(counts) // count for count in counts}
         with Reader(store, schema, threads=options.threads) as reader:
             out = {"routed_experts": allocate(reader.plan(refs[0]), schema, "routed_experts")}
-            _read_all(reader, refs[: min(len(refs), 100)], out)
-            for count in counts:
-                best = min(_read_all(reader, refs[:count], out) for _ in range(max(1, min(options.repeats, 2_000 // count))))
-                yield {"samples": count, "us_per_sample": round(best / count * 1e6, 1)}
+            cases = {str(count): partial(_steps, reader, _slices(refs, count, steps[count]), out) for count in counts}
+            _read_all(reader, refs, out)
+            timings = interleaved(cases, repeats=options.repeats)
+    rows = [_per_sample(count, count * steps[count], timings[str(count)]) for count in counts]
+    return rows, _change(counts, steps, timings)
 
 
-def _read_all(reader: Reader, refs: Sequence[PayloadRef], out: Any) -> float:
-    """Seconds; at most 64 plans are under way at once, as a loader's budget has it."""
-    start = time.perf_counter()
+def _slices(refs: Sequence[PayloadRef], count: int, steps: int) -> list[Sequence[PayloadRef]]:
+    """``steps`` steps of ``count`` references, one after the other."""
+    return [refs[n * count : (n + 1) * count] for n in range(steps)]
+
+
+def _steps(reader: Reader, steps: Sequence[Sequence[PayloadRef]], out: Any) -> None:
+    for refs in steps:
+        _read_all(reader, refs, out)
+
+
+def _per_sample(count: int, samples: int, timing: Timing) -> dict[str, Any]:
+    us = [s / samples * 1e6 for s in timing.wall_s]
+    cpu = statistics.median(timing.cpu_s) / samples * 1e6
+    spread = {"us_min": round(min(us), 1), "us_max": round(max(us), 1), "cpu_us": round(cpu, 1)}
+    return {"samples": count, "us_per_sample": round(statistics.median(us), 1), **spread}
+
+
+def _change(counts: Sequence[int], steps: Mapping[int, int], timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
+    """From steps of 100 to the largest, by round; none where there are not both."""
+    most = max(counts)
+    if 100 not in counts or most <= 100:
+        return []
+    share = 100 * steps[100] / (most * steps[most])
+    few, many = timings["100"], timings[str(most)]
+    each = [m / f * share - 1 for m, f in zip(many.wall_s, few.wall_s, strict=True)]
+    cpu = statistics.median(many.cpu_s) / statistics.median(few.cpu_s) * share - 1
+    return [
+        {
+            "ratio": f"cost per sample, {most:,} against 100, change",
+            "median": round(abs(statistics.median(each)), 3),
+            "least": round(min(each), 3),
+            "most": round(max(each), 3),
+            "cpu": round(abs(cpu), 3),
+            "reach": 0.2,
+            "at_least": False,
+        }
+    ]
+
+
+def _read_all(reader: Reader, refs: Sequence[PayloadRef], out: Any) -> None:
+    """At most 64 plans are under way at once, as a loader's budget has it."""
     for at in range(0, len(refs), 64):
         futures = [f for ref in refs[at : at + 64] for f in reader.submit(reader.plan(ref), out)]
         errors = reader.collect(futures)
         if errors:
             raise errors[0]
-    return time.perf_counter() - start
 
 
 def _by_tokens(options: Options, tokens: int) -> dict[str, Any]:
@@ -99,7 +133,8 @@ def _by_tokens(options: Options, tokens: int) -> dict[str, Any]:
         finally:
             method.close()
         figures = timing.figures(work.raw_bytes)
-        return {"tokens": tokens, "samples": count, "ms_per_sample": round(figures["ms"] / count, 2), "gb_per_s": figures["gb_per_s"]}
+        ms = {k: round(figures[k] / count, 2) for k in ("ms", "ms_min", "ms_max", "cpu_ms")}
+        return {"tokens": tokens, "samples": count, **ms, "gb_per_s": figures["gb_per_s"]}
 
 
 def _by_threads(options: Options) -> Iterator[dict[str, Any]]:
@@ -112,7 +147,7 @@ def _by_threads(options: Options) -> Iterator[dict[str, Any]]:
             for m in methods.values():
                 m.close()
         for n, t in timings.items():
-            yield {"threads": int(n), "gb_per_s": t.figures(work.raw_bytes)["gb_per_s"]}
+            yield {"threads": int(n), **t.figures(work.raw_bytes)}
 
 
 def _by_ranks(options: Options, ranks: int) -> dict[str, Any]:
@@ -126,7 +161,8 @@ def _by_ranks(options: Options, ranks: int) -> dict[str, Any]:
         refs = [r.to_json() for r in work.refs["default"]]
         with ProcessPoolExecutor(ranks, mp_context=context, initializer=_join, initargs=(barrier,)) as pool:
             each = list(pool.map(_rank, [root] * ranks, [refs] * ranks, [options] * ranks))
-        return {"ranks": ranks, "gb_per_s": round(sum(each) * work.raw_bytes / 1e9, 2)}
+        rates = [rounds * work.raw_bytes / 1e9 for rounds in each]
+        return {"ranks": ranks, "gb_per_s": round(sum(rates), 2), "slowest": round(min(rates), 2), "fastest": round(max(rates), 2)}
 
 
 _BARRIERS: list[Any] = []

@@ -17,7 +17,7 @@ from fsref.bench.measure import Timing, interleaved, quantile, ratio
 from fsref.bench.memory import memory
 from fsref.bench.paper import Cluster, on_paper
 from fsref.bench.report import facts, markdown, plot, tables
-from fsref.bench.scaling import scaling
+from fsref.bench.scaling import _change, _slices, scaling
 from fsref.bench.shapes import SHAPES, payload, shape_of
 from fsref.bench.suite import NAMES, plan
 from fsref.bench.workload import Options
@@ -129,6 +129,17 @@ def test_scaling_reports_samples_tokens_threads_and_ranks() -> None:
     titles = [title for title, _ in tables(found)]
     assert titles == ["samples of a step", "tokens of a sample", "threads", "ranks", "ratios"]
     assert [r["ranks"] for r in found["ranks"]] == [1, 2]
+    assert not found["ratios"]
+    assert all(r["us_min"] <= r["us_per_sample"] <= r["us_max"] for r in found["samples of a step"])
+
+
+def test_the_change_of_the_cost_per_sample_is_taken_by_round() -> None:
+    timings = {"100": Timing((1.0, 2.0, 1.0), (1.0,) * 3), "1000": Timing((6.0, 12.0, 7.0), (5.0,) * 3)}
+    (change,) = _change((1, 100, 1_000), {100: 20, 1_000: 100}, timings)
+    assert (change["median"], change["least"], change["most"], change["cpu"]) == (0.88, -0.88, -0.86, 0.9)
+    assert _change((1, 100), {}, timings) == []
+    numbers: Any = list(range(10))
+    assert _slices(numbers, 4, 2) == [numbers[:4], numbers[4:8]]
 
 
 def test_on_paper_reads_follow_the_ranks_that_read_by_themselves() -> None:

@@ -19,7 +19,7 @@ from fsref.store import Store, open_root
 from fsref.writer import Writer
 from tests.support.payloads import Numbers, payload, schema
 from tools.inline.messages import packed, packed_slice, unpacked
-from tools.inline_run import MEAN_OF, below, figures, planned
+from tools.inline_run import MEAN_OF, PEAK_OF, below, figures, lines, planned
 
 pytestmark = pytest.mark.torch  # layouts of ranks come with the loader
 
@@ -141,3 +141,16 @@ def test_figures_are_means_over_steps_and_highest_memory(tmp_path: Path) -> None
     found = figures(tmp_path, tmp_path / "bytes")
     assert (found["reward"], found["to the trainer, bytes"], found["orchestrator peak RSS, bytes"]) == (1.5, 20, 101.0)
     assert found["dropped micro batches"] == 2.0
+
+
+def test_the_page_shows_each_seed_pair_and_what_is_not_comparable() -> None:
+    def one(factor: float) -> dict[str, Any]:
+        names = (*PEAK_OF, *MEAN_OF, "to the trainer, bytes")
+        return dict.fromkeys(names, 100.0 * factor) | {"dropped micro batches": 0.0, "env_servers": {"peak_bytes": [10**8, 2 * 10**8]}}
+
+    runs = {label: one((seed + 1) * (4 if transport == "inline" else 1)) for label, (transport, seed, _) in planned().items()}
+    text = "\n".join(lines({"machine": "m", "runs": runs}))
+    assert "| to the trainer | 200 B (100 B to 300 B) | 800 B (400 B to 1.2 kB) | 4.00 (4.00-4.00) |" in text
+    assert "| dropped micro batches | 0 | 0 | - |" in text
+    assert "| four replicas, highest | 100 MB to 200 MB | 100 MB to 200 MB |" in text
+    assert "not comparable" in text
