@@ -28,7 +28,7 @@ def test_without_a_package_its_method_is_named_as_not_installed(monkeypatch: pyt
 @pytest.mark.parametrize("shape", ["qwen3-30b", "experts-512"])
 def test_the_real_library_fills_the_buffers(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec(others.NEEDS[name]) is None:
-        pytest.skip(f"{others.NEEDS[name]} is not installed")
+        pytest.skip(f"needs {others.NEEDS[name]}, which is no extra: docs/benchmarks.md has the pip line")
     monkeypatch.setattr(methods, "LOCAL", {m: methods.LOCAL[m] for m in (methods.FSREF, methods.HTTP)})
     monkeypatch.setattr(others, "LOCAL", {name: others.LOCAL[name]})
     found = fetch(Options(shape=shape, tokens=600, samples=2, repeats=2, kept=0.7))
