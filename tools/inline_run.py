@@ -185,7 +185,7 @@ SERVERS_READ: Final = (
 CAVEATS: Final = (
     "What is not comparable. Two runs of one seed do not sample the same tokens: the demo server decodes in bfloat16 in whatever "
     "batches arrive, so rewards of a pair differ as those of two runs of one kind do; look at them beside the scatter of seeds. "
-    "That both transports bring the trainer the same bytes is tested apart (`tests/bench/test_inline.py`, and on every micro batch "
+    "That both transports bring the trainer the same bytes is tested apart (`tests/proofs/test_inline.py`, and on every micro batch "
     "of a run in `tests/proofs`). The inline run still encodes each branch, for what a reference says of it, and still keeps a "
     "ledger over objects of a few bytes, so its env servers do more than an inline design's. Step time here is sampling on the "
     "same two cores; the arrays are a thousandth of the large model's batch, so what grows is small beside Python and torch "
