@@ -52,7 +52,7 @@ def keep(options: Options, *, steady_keeps: int = 1000) -> dict[str, Any]:
             ZARR_FOLDER: functools.partial(_zarr, work, zipped=False, number=itertools.count()),
             RAW: functools.partial(_raw, work.folder, blob(sample)[0]),
         }
-        timings = interleaved(cases, repeats=options.repeats, after=functools.partial(_clear, work))
+        timings = interleaved(cases, repeats=options.repeats, turn_s=0, after=functools.partial(_clear, work))
         ratios = []
         for label, a, b, reach in TARGETS:
             found = ratio(timings, a, b)
