@@ -24,17 +24,24 @@ JSON: Final = ROOT / "docs" / "results" / "bench.json"
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 README: Final = ROOT / "README.md"
 SHORT: Final = """\
-Where something falls short, this is why (profiles with cProfile by processor time, one sample of 16,384 tokens, 25 MB):
+Where something falls short, this is why (perf, py-spy, and the *hand loop* rows, which do the same reading, checking and decoding with
+every place known before and nothing around them):
 
-- *Codec none against preadv.* Of 5.5 ms a sample, 2.6 are the vectored reads, 1.2 the checksums (27 GB/s), 0.3 planning and 1.4 some
-  16 µs of Python for each of 56 chunks and 13 requests. Longer samples have larger chunks: at 131,072 tokens the Python share is a third of
-  that. A native loop over the chunks of a request would gain the 1.4 ms; the checksums stay. What was found and changed: the bytes went
-  through scratch memory (one more copy); now they are read to their places.
-- *Default codec against decoding alone.* Nine tenths of the processor time are Blosc's; what is left is reading and the same Python per
-  chunk.
-- *Against HTTP.* The blobs are neither unpacked nor checked, and the serving process is not counted by processor time: its ratio is that
-  of wall time on otherwise idle cores.
-- *The ledger's mean* is some thirty small Python calls per object, see [results.md](results.md)."""
+- *Codec none against preadv.* perf, both threads: half of the processor time is the kernel's copy, a sixth the checksums (17 to 25 GB/s),
+  three tenths Python and NumPy, spread over planning, opening, finding each chunk's place and refusing what does not fit; no line has
+  more than 3 %. Python runs on one thread at a time, and the other one waits: that is why the ratio of wall time is lower than that of
+  processor time. Even the hand loop stays below 0.75 of preadv here, because of the checksums. A native loop over the chunks of a request
+  would bring fsref to the hand loop at least (processor time: a fifth less); on storage of 2 GB/s nothing of it would be seen, so there
+  is none. What was found and changed: chunks are read to their places instead of through scratch memory; checksums of large chunks no
+  longer hold the GIL; a plan costs a third less; the bench measured where threads woke up, not work, and now measures turns.
+- *Default codec against decoding alone.* As above, with a smaller share: the hand loop, too, pays for reading. Decoding itself became 1.6
+  times as fast on one-byte routing ([notes/0005](notes/0005-shuffle-width.md)), and so the share of everything else grew.
+- *Against HTTP.* The blobs are neither unpacked nor checked, and the serving process is not counted by processor time. Decoding alone is
+  the limit: lz4 and bitshuffle in numcodecs' wheels have SSE2 code only. numcodecs built on the machine with AVX2 (`pip install
+  --no-binary numcodecs numcodecs`) decodes head ids, logprobs and mask ids 1.2 to 1.5 times as fast; codec none is about twice as fast as
+  HTTP.
+- *Keeping.* About a third of a put is the kernel's copy to the page cache, the rest Blosc; zarr-python pays for both as well.
+- *The ledger's mean* is some thirty small Python calls per object and one write(2) per record, see [results.md](results.md)."""
 LEFT_OUT: Final = frozenset({"bench", "machine"})
 
 

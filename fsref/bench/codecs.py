@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 from fsref.bench.measure import machine
 from fsref.bench.shapes import payload, shape_of
 from fsref.bench.workload import Options
-from fsref.objects.codec import encode_chunk  # also turns Blosc's own threads off
-from fsref.plan.layout import CHUNK_TOKENS_MIN
+from fsref.objects.codec import encode_chunk, shuffle_width  # also turns Blosc's own threads off
+from fsref.plan.layout import CHUNK_TOKENS_MIN, SHUFFLED_VALUES
 from fsref.refs import Codec, Dense, Ragged
 
 RATES: Final = (0.5, 2.0, 8.0)
 """GB/s of storage."""
 RATE_DEFAULT: Final = 2.0
-DEFAULT: Final = "lz4 1, bitshuffle"
+DEFAULT: Final = f"lz4 {Codec().level}, bitshuffle"
+OWN_WIDTH: Final = f"{DEFAULT}, own width"
+"""With the array's item size as Blosc's ``typesize``."""
 _SHUFFLES: Final = {"bitshuffle": blosc.BITSHUFFLE, "shuffle": blosc.SHUFFLE, "no shuffle": blosc.NOSHUFFLE}
 _BLOSC: Final = (
     ("lz4", 1, "bitshuffle"),
@@ -98,10 +100,16 @@ def _arrays(fields: Mapping[str, Dense | Ragged], routes: NDArray[Any] | None) -
             continue
         ranges = max(1, -(-len(data.counts) // CHUNK_TOKENS_MIN))
         for column, values in data.columns.items():
-            out[f"{name}/{column}"] = _cut(values, -(-len(values) // ranges))
+            size = max(1, -(-len(values) // ranges))
+            out[f"{name}/{column}"] = _cut(_padded(values, size + -size % SHUFFLED_VALUES), size + -size % SHUFFLED_VALUES)
     if routes is not None:
         out["routing, real router"] = _cut(routes, CHUNK_TOKENS_MIN)
     return out
+
+
+def _padded(values: NDArray[Any], size: int) -> NDArray[Any]:
+    """With zeros behind it up to a whole number of chunks, as edge chunks are stored."""
+    return np.concatenate([values, np.zeros(-len(values) % size, values.dtype)])
 
 
 def _cut(values: NDArray[Any], size: int) -> list[NDArray[Any]]:
@@ -111,6 +119,9 @@ def _cut(values: NDArray[Any], size: int) -> list[NDArray[Any]]:
 def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
     """Every way for arrays like ``example``; ``experts`` above 0 adds those that know what expert ids are."""
     out = {f"{cname} {level}, {shuffle}": _blosc_way(cname, level, shuffle) for cname, level, shuffle in _BLOSC}
+    raw, level = Codec().name.encode(), Codec().level
+    if shuffle_width(example.nbytes, example.itemsize) != example.itemsize:
+        out[OWN_WIDTH] = Way(lambda c: blosc.compress(c, raw, level, blosc.BITSHUFFLE, typesize=c.itemsize), _into)
     out["none"] = Way(lambda c: c.copy(), lambda p, o: np.copyto(o, p))
     if experts:
         out[f"{DEFAULT}, layers first"] = Way(_layers_first, _layers_last)
@@ -123,7 +134,13 @@ def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
 
 def _blosc_way(cname: str, level: int, shuffle: str) -> Way:
     raw, kind = cname.encode(), _SHUFFLES[shuffle]
-    return Way(lambda c: blosc.compress(c, raw, level, kind, typesize=c.dtype.itemsize), _into)
+    wide = kind == blosc.BITSHUFFLE
+
+    def pack(chunk: NDArray[Any]) -> Any:
+        width = shuffle_width(chunk.nbytes, chunk.itemsize) if wide else chunk.itemsize
+        return blosc.compress(chunk, raw, level, kind, typesize=width)
+
+    return Way(pack, _into)
 
 
 def _into(packed: Any, out: NDArray[Any]) -> None:
