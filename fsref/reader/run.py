@@ -14,21 +14,21 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
-from fsref.nodecache import NodeCache, Span
+from fsref.nodecache import NodeCache
 from fsref.plan import Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
 from fsref.reader.chunks import Placer, scattered
-from fsref.refs import FieldData, PayloadRef, Schema, TokenRange, object_name
+from fsref.reader.source import Source, spans
+from fsref.refs import FieldData, PayloadRef, Schema, TokenRange
 from fsref.refs.merge import same_rows
-from fsref.store import ObjectFile, Store
+from fsref.store import Store
 from fsref.store.threads import Threads
 
 REQUEST_BYTES_LOCAL: Final = 2 << 20
@@ -219,11 +219,11 @@ class Reader:
         self.close()
 
     def _run(self, task: "_Task") -> None:
-        with _Source(self._store, task.segment) as source:
+        with Source(self._store, task.segment) as source:
             for request in task.requests:
                 self._retry(partial(self._read_request, source, request, task), f"reading {task.segment.object_id}", task)
 
-    def _read_request(self, source: "_Source", request: Request, task: "_Task") -> None:
+    def _read_request(self, source: Source, request: Request, task: "_Task") -> None:
         if self._views:
             self._read_view(source, request, task)
             return
@@ -236,7 +236,7 @@ class Reader:
             except ObjectCorrupt:
                 if self._cache is None:
                     raise
-                self._cache.discard(task.segment.object_id, _spans(request))
+                self._cache.discard(task.segment.object_id, spans(request))
                 if not shared:
                     raise
                 source.read_into(request.offset, [stored])
@@ -246,7 +246,7 @@ class Reader:
             source.close()  # a handle may be what is wrong: the next attempt opens the object anew
             raise
 
-    def _read_view(self, source: "_Source", request: Request, task: "_Task") -> None:
+    def _read_view(self, source: Source, request: Request, task: "_Task") -> None:
         try:
             stored = source.read_view(request, self._placer.stored)
             self._count(task, requests=1, bytes_fetched=request.size)
@@ -255,9 +255,7 @@ class Reader:
             source.close()
             raise
 
-    def _load(
-        self, source: "_Source", request: Request, task: "_Task", outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]
-    ) -> bool:
+    def _load(self, source: Source, request: Request, task: "_Task", outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]) -> bool:
         """Fills ``outs`` (with a cache: ``stored``) with the request's bytes; whether any were fetched by another rank, or before."""
         if self._cache is None:
             source.read_into(request.offset, outs)
@@ -268,7 +266,7 @@ class Reader:
             source.read_into(request.offset + start, [stored[start:stop]])
             self._count(task, requests=1, bytes_fetched=stop - start)
 
-        return self._cache.fill(task.segment.object_id, _spans(request), stored, fetch, step=task.step) > 0
+        return self._cache.fill(task.segment.object_id, spans(request), stored, fetch, step=task.step) > 0
 
     def _count(self, task: "_Task", *, requests: int = 0, bytes_fetched: int = 0, retries: int = 0) -> None:
         with self._lock:
@@ -302,54 +300,6 @@ class Reader:
         if isinstance(error, StoreUnavailable) and self._store.retries_itself:
             return 0
         return self._retries_max
-
-
-class _Source:
-    """The object of a segment, opened when something is first read of it: what the node has already costs no look at the store."""
-
-    def __init__(self, store: Store, segment: SegmentRead) -> None:
-        self._store, self._segment = store, segment
-        self._file: ObjectFile | None = None
-
-    def read_into(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
-        """Raises ``ObjectCorrupt`` for an object of another size than its reference says, else as ``ObjectFile.read_scattered``."""
-        if self._file is None:
-            self._file = self._open()
-        if len(outs) == 1:
-            self._file.read_into(offset, outs[0])
-        else:
-            self._file.read_scattered(offset, outs)
-
-    def read_view(self, request: Request, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """As ``ObjectFile.read_view``, with the errors of ``read_into``."""
-        if self._file is None:
-            self._file = self._open()
-        return self._file.read_view(request.offset, request.size, scratch)
-
-    def _open(self) -> ObjectFile:
-        segment = self._segment
-        file = self._store.open(object_name(segment.object_id), byte_count=segment.byte_count)
-        if file.byte_count != segment.byte_count:
-            file.close()
-            raise ObjectCorrupt(f"the object has {file.byte_count} bytes, its reference says {segment.byte_count}: truncated or replaced")
-        return file
-
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _spans(request: Request) -> list[Span]:
-    """The request's chunks, each once; several reads may want rows of one."""
-    places = sorted({(c.offset, c.size) for c in request.chunks})
-    return [Span(n, request.offset + offset, offset, size) for n, (offset, size) in enumerate(places)]
 
 
 def _error(future: Future[None]) -> Exception | None:
