@@ -10,7 +10,6 @@ Options after the name go to `fsref run` (for example --run.steps 8). Runs lie u
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,10 +23,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fsref import steps
+from fsref.bench.measure import machine
 from fsref.refs import Dense, Payload, Ragged, Schema, TokenRange, routed_experts, sampling_mask, top_logprobs
 from fsref.store import open_root
 from fsref.writer import Receipts, Writer
 from tests.proofs.pipeline import inline_payload, watch
+from tools.results import series
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -52,20 +53,6 @@ def run(config: str, run_id: str, options: Sequence[str]) -> Path:
     print("$", " ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
     return out / run_id
-
-
-def series(run_dir: Path, role: str, name: str) -> list[float]:
-    """A metric's values by step."""
-    found: dict[int, float] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["role"] == role and name in event:
-            found[event["step"]] = event[name]
-    return [found[step] for step in sorted(found)]
-
-
-def machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def rise(rewards: Sequence[float]) -> dict[str, float]:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fsref.bench.measure import machine
 from fsref.bench.report import show_bytes
-from tools.experiments import machine, series
 from tools.replica_load import pss_bytes
-from tools.results import RESULTS, paragraph, replace_section
+from tools.results import RESULTS, paragraph, replace_section, series
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 JSON: Final = RESULTS.parent / "results" / "inline.json"

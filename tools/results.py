@@ -1,5 +1,6 @@
-"""Sections of docs/results.md that a tool writes: between the heading and the next one of its level."""
+"""What tools share that write figures: a run's metrics, and sections of docs/results.md (up to the next heading of their level)."""
 
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,3 +24,13 @@ def replace_section(title: str, lines: Sequence[str], *, path: Path = RESULTS) -
 def paragraph(text: str) -> list[str]:
     """Prose as the pages have it: lines of at most 140 characters."""
     return textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
+
+
+def series(run_dir: Path, role: str, name: str) -> list[float]:
+    """A metric's values by step, of one role of a run."""
+    found: dict[int, float] = {}
+    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["role"] == role and name in event:
+            found[event["step"]] = event[name]
+    return [found[step] for step in sorted(found)]
