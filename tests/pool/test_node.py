@@ -102,6 +102,7 @@ def lets_in(port: int, authority: Path, chain: tuple[Path, Path] | None) -> bool
     """Whether a gRPC port speaks HTTP/2 with who shows this certificate."""
     context = ssl.create_default_context(cafile=str(authority))
     context.check_hostname = False
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # the default from Python 3.13 on asks for extensions that no weed asks for
     context.set_alpn_protocols(["h2"])
     if chain is not None:
         context.load_cert_chain(*chain)
