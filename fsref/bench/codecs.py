@@ -101,7 +101,8 @@ def _arrays(fields: Mapping[str, Dense | Ragged], routes: NDArray[Any] | None) -
         ranges = max(1, -(-len(data.counts) // CHUNK_TOKENS_MIN))
         for column, values in data.columns.items():
             size = max(1, -(-len(values) // ranges))
-            out[f"{name}/{column}"] = _cut(_padded(values, size + -size % SHUFFLED_VALUES), size + -size % SHUFFLED_VALUES)
+            size += -size % SHUFFLED_VALUES
+            out[f"{name}/{column}"] = _cut(_padded(values, size), size)
     if routes is not None:
         out["routing, real router"] = _cut(routes, CHUNK_TOKENS_MIN)
     return out
@@ -119,9 +120,8 @@ def _cut(values: NDArray[Any], size: int) -> list[NDArray[Any]]:
 def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
     """Every way for arrays like ``example``; ``experts`` above 0 adds those that know what expert ids are."""
     out = {f"{cname} {level}, {shuffle}": _blosc_way(cname, level, shuffle) for cname, level, shuffle in _BLOSC}
-    raw, level = Codec().name.encode(), Codec().level
     if shuffle_width(example.nbytes, example.itemsize) != example.itemsize:
-        out[OWN_WIDTH] = Way(lambda c: blosc.compress(c, raw, level, blosc.BITSHUFFLE, typesize=c.itemsize), _into)
+        out[OWN_WIDTH] = _blosc_way(Codec().name, Codec().level, "bitshuffle", own_width=True)
     out["none"] = Way(lambda c: c.copy(), lambda p, o: np.copyto(o, p))
     if experts:
         out[f"{DEFAULT}, layers first"] = Way(_layers_first, _layers_last)
@@ -132,9 +132,9 @@ def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
     return out
 
 
-def _blosc_way(cname: str, level: int, shuffle: str) -> Way:
+def _blosc_way(cname: str, level: int, shuffle: str, *, own_width: bool = False) -> Way:
     raw, kind = cname.encode(), _SHUFFLES[shuffle]
-    wide = kind == blosc.BITSHUFFLE
+    wide = kind == blosc.BITSHUFFLE and not own_width
 
     def pack(chunk: NDArray[Any]) -> Any:
         width = shuffle_width(chunk.nbytes, chunk.itemsize) if wide else chunk.itemsize
