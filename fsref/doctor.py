@@ -25,6 +25,7 @@ import msgspec
 from fsref.config import StoreSection
 from fsref.errors import FsrefError, StoreError
 from fsref.journal.file import sync_folder
+from fsref.objects.native import ABOUT, KERNELS
 from fsref.store import Store, open_root, probe
 from fsref.store.open import posix_root
 from fsref.store.posix import raise_mapped, share
@@ -52,7 +53,7 @@ class Check(msgspec.Struct, frozen=True):
 
 def examine(root: str, *, settings: StoreSection | None = None) -> list[Check]:
     """Every check, in the order of the report. Never raises for what it checks."""
-    return [python(), *packages(), *limits(), loopback(), *root_checks(root, settings=settings)]
+    return [python(), *packages(), kernels(), *limits(), loopback(), *root_checks(root, settings=settings)]
 
 
 def python() -> Check:
@@ -61,6 +62,13 @@ def python() -> Check:
     fits = low <= sys.version_info[:2] < high
     text = f"{sys.version.split()[0]} at {sys.executable}"
     return Check("python", "ok" if fits else "failed", text if fits else f"{text}; 3.{low[1]} to 3.{high[1] - 1} are supported")
+
+
+def kernels() -> Check:
+    """Whether chunks are checked and decoded by the compiled kernels. Without them everything works, more slowly."""
+    if KERNELS is None:
+        return Check("kernels", "absent", f"{ABOUT}: chunks are decoded by numcodecs, a half to a third as fast")
+    return Check("kernels", "ok", ABOUT)
 
 
 def packages() -> Iterator[Check]:

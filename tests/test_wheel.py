@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs
+
 ROOT = Path(__file__).resolve().parent.parent
 
 USE = """
@@ -117,3 +119,9 @@ def test_configs_and_templates_ship_in_the_wheel(python: Path) -> None:
     assert (site / "fsref" / "configs" / "local.toml").is_file()
     assert (site / "fsref" / "slurm_templates").is_dir()
     assert (site / "fsref" / "py.typed").is_file()
+
+
+def test_the_compiled_kernels_ship_in_the_wheel_and_work(python: Path, tmp_path: Path) -> None:
+    needs.program("cc")
+    done = run(python, tmp_path, "-c", "from fsref.objects import native; print(native.LIBRARY.exists(), native.KERNELS is not None)")
+    assert done.stdout.split() == ["True", "True"], done.stderr

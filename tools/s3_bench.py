@@ -42,7 +42,7 @@ from fsref.pipeline.objectserver import Home, start
 from fsref.pipeline.ports import free_ports
 from fsref.pipeline.processes import Family
 from fsref.reader import Reader, allocate
-from fsref.reader.chunks import Placer
+from fsref.reader.chunks import Destination, Placer, sort_chunks
 from fsref.refs import Codec, Dense, Payload, PayloadRef, Schema, object_name, routed_experts
 from fsref.store import Store, open_root
 from fsref.writer import reference
@@ -207,10 +207,11 @@ def _fetch(at: Server, schema: Schema, refs: Sequence[PayloadRef], run: str) -> 
                 number %= len(plans)
                 plan = plans[number]
                 for at_segment, segment in enumerate(plan.segments):
+                    to = Destination.of(segment, at_segment, outs[number])
                     for request in segment.requests:
                         data = get(object_name(segment.object_id), request.offset, request.offset + request.size)
                         if decode:
-                            placer.place(np.frombuffer(data, np.uint8), request, segment, at_segment, outs[number])
+                            placer.place(np.frombuffer(data, np.uint8), request, sort_chunks(request, to.spots), to)
 
             list(pool.map(one, range(count)))
 

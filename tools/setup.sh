@@ -9,3 +9,4 @@ if [ ! -x .venv/bin/fsref ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,pool,test]'
 fi
+[ fsref/objects/_kernels.so -nt fsref/objects/kernels.c ] || .venv/bin/python tools/build_kernels.py || true # without a C compiler numcodecs decodes

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fsref.objects.native import ABOUT, KERNELS
+
 TURN_S: Final = 0.12
 """Seconds of a turn at least; a single run where that takes longer."""
 
@@ -130,5 +132,6 @@ def peak_growth(work: Callable[[], Any]) -> int:
 
 
 def machine() -> str:
-    """For people: cores, processor, Python."""
-    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    """For people: cores, processor, Python, kernels."""
+    kernels = f"kernels with {ABOUT}" if KERNELS is not None else "no compiled kernels"
+    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}, {kernels}"

@@ -221,12 +221,12 @@ def _as_is() -> Iterator[None]:
 def _unchecked() -> Iterator[None]:
     """Chunks are decoded without their crc: a figure only, no setting of the product."""
     module: Any = chunks
-    decode, check = module.decode_chunk, module.check_chunk
-    module.decode_chunk, module.check_chunk = functools.partial(decode, check=False), lambda packed, crc: None  # noqa: ARG005
+    unpack, fetch = module.unpack, module.fetch
+    module.unpack, module.fetch = functools.partial(unpack, check=False), functools.partial(fetch, check=False)
     try:
         yield
     finally:
-        module.decode_chunk, module.check_chunk = decode, check
+        module.unpack, module.fetch = unpack, fetch
 
 
 class ZarrPython(Method):

@@ -1,7 +1,24 @@
 """The object format: one ZIP with stored entries that holds a Zarr v3 group. Encoding, decoding of chunks, and a checked view of a file."""
 
-from fsref.objects.codec import CRC_BYTES, check_chunk, decode_chunk, encode_chunk
+from fsref.objects.codec import CRC_BYTES, ChunkJob, Fetch, can_fetch, check_chunk, decode_chunk, encode_chunk, fetch, unpack
 from fsref.objects.encode import EncodedObject, encode
+from fsref.objects.native import Memory
 from fsref.objects.view import EntryInfo, ObjectView, view
 
-__all__ = ["CRC_BYTES", "EncodedObject", "EntryInfo", "ObjectView", "check_chunk", "decode_chunk", "encode", "encode_chunk", "view"]
+__all__ = [
+    "CRC_BYTES",
+    "ChunkJob",
+    "EncodedObject",
+    "EntryInfo",
+    "Fetch",
+    "Memory",
+    "ObjectView",
+    "can_fetch",
+    "check_chunk",
+    "decode_chunk",
+    "encode",
+    "encode_chunk",
+    "fetch",
+    "unpack",
+    "view",
+]

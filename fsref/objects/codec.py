@@ -1,11 +1,15 @@
-"""One chunk: bytes (little endian, C order), Blosc with bitshuffle, crc32c. The hot path of both directions.
+"""Chunks: bytes (little endian, C order), Blosc with bitshuffle, crc32c. The hot path of both directions.
 
-Blosc's own threads are off for the whole process: the pools of writer and reader are the parallelism, and its global pool is neither
-fork-safe nor shared fairly. Encoding and decoding release the GIL, and so does checking a large chunk.
+Many chunks at once (``unpack``) are checked and decoded by ``native`` in one call without the GIL, where it is there and the codec is lz4
+or none; else one by one by numcodecs, to the same bytes. Blosc's own threads are off for the whole process: the pools of writer and reader
+are the parallelism, and its global pool is neither fork-safe nor shared fairly. Encoding and decoding release the GIL.
 """
 
 import struct
-from typing import Any, Final
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -13,7 +17,8 @@ from numcodecs import blosc
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
-from fsref.objects.crc import crc32c
+from fsref.objects import native
+from fsref.objects.native import Memory
 from fsref.plan.layout import SHUFFLED_VALUES
 from fsref.refs import Codec
 
@@ -50,22 +55,153 @@ def shuffle_width(chunk_nbytes: int, itemsize: int) -> int:
     return next((w for w in _WIDTHS if w > itemsize and chunk_nbytes % (SHUFFLED_VALUES * w) == 0), itemsize)
 
 
-def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec, *, check: bool = True) -> None:
+class ChunkJob(NamedTuple):
+    """One chunk to its place."""
+
+    offset: int
+    """Of its stored bytes in those of the request."""
+    size: int
+    """Stored bytes, crc included."""
+    out: Memory
+    at: int
+    """First byte of ``out`` that it goes to."""
+    nbytes: int
+    """Decoded bytes, all of which ``out`` has room for."""
+
+
+def unpack(
+    stored: NDArray[np.uint8], jobs: Sequence[ChunkJob], codec: Codec, *, placed: bool = False, check: bool = True
+) -> tuple[int, str] | None:
+    """Checks and decodes chunks of a request's bytes ``stored`` [n] to their places, in order.
+
+    ``placed``: the decoded bytes are in their places already, and only their crcs, in ``stored``, are checked. Returns the index of the
+    first chunk that is damaged and what is wrong with it; None if all is well. The crc finds damage, not forgery: every size that a chunk
+    names is checked before it is followed.
+    """
+    kernels, number = native.KERNELS, native.CODECS.get(codec.name)
+    if kernels is None or number is None:
+        return _unpack_by_one(stored, jobs, codec, placed=placed, check=check)
+    table = array("q")
+    _add(table, stored.ctypes.data, len(stored), jobs, placed=placed, check=check)
+    done = 0
+    while True:
+        code, index = kernels.unpack(table[native.JOB_VALUES * done :] if done else table, number, scratch=_scratch.memory)
+        done += index
+        if code == native.OK:
+            return None
+        if code == native.SCRATCH:
+            _scratch.memory = Memory(np.empty(jobs[done].nbytes + native.SLACK, np.uint8))
+        elif code == native.NOT_MINE:
+            if failed := _unpack_by_one(stored, jobs[done : done + 1], codec, placed=placed, check=check):
+                return done, failed[1]
+            done += 1
+        else:
+            return done, _reason(code, stored, jobs[done], codec)
+
+
+def _reason(code: int, stored: NDArray[np.uint8], job: ChunkJob, codec: Codec) -> str:
+    size = job.size - CRC_BYTES
+    if code == native.BAD_HEADER:
+        try:
+            check_blosc_header(stored[job.offset : job.offset + size], job.nbytes, codec)
+        except ObjectCorrupt as e:
+            return str(e)
+    return f"a chunk of {size} bytes for {job.nbytes} {native.REASONS[code]}"
+
+
+def _add(table: "array[int]", base: int, room: int, jobs: Sequence[ChunkJob], *, placed: bool = False, check: bool = True) -> None:
+    """Adds jobs on ``room`` stored bytes at address ``base`` to a table."""
+    for offset, size, out, at, nbytes in jobs:
+        if offset < 0 or size < CRC_BYTES or offset + size > room or at < 0 or at + nbytes > len(out.bytes):
+            raise IndexError(f"chunk [{offset}, +{size}) of {room} bytes to [{at}, +{nbytes}) of {len(out.bytes)}")
+        packed = base + offset
+        crc = packed + size - CRC_BYTES if check else 0
+        if placed:
+            table.extend((out.address + at, nbytes, crc, 0, nbytes))
+        else:
+            table.extend((packed, size - CRC_BYTES, crc, out.address + at, nbytes))
+
+
+class Fetch(NamedTuple):
+    """One ranged read of a file and its chunks, in ascending order, none of them twice."""
+
+    offset: int
+    size: int
+    jobs: Sequence[ChunkJob]
+
+
+def can_fetch(codec: Codec) -> bool:
+    """Whether ``fetch`` does anything here."""
+    return native.KERNELS is not None and codec.name in native.CODECS
+
+
+def fetch(fd: int, reads: Sequence[Fetch], stored: Memory, codec: Codec, *, check: bool = True) -> int:
+    """Reads ranges of an open file one after the other and checks and decodes their chunks to their places, all without the GIL.
+
+    ``stored``: memory for the largest of them. With codec none chunks are read straight to their places. Returns how many were done: it
+    stops at the first that could not be read, is damaged or needs another decoder, and does not say why. Whoever calls it reads that one
+    again through its store, which knows the errors. This is the one place below the store that reads; it exists because threads that come
+    back to the GIL after every read wait for each other (docs/notes/0006-native-kernels.md).
+    """
+    kernels, number = native.KERNELS, native.CODECS.get(codec.name)
+    if kernels is None or number is None:
+        return 0
+    ranges, table = array("q"), array("q")
+    for offset, size, jobs in reads:
+        if size > len(stored.bytes):
+            raise IndexError(f"a read of {size} bytes to memory of {len(stored.bytes)}")
+        ranges.extend((offset, size, len(jobs)))
+        _add(table, stored.address, size, jobs, check=check)
+    return kernels.fetch(fd, ranges, table, number, stored=stored, scratch=_scratch.memory)
+
+
+class _Scratch(threading.local):
+    """One thread's memory for a block before its bits are put back."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(np.empty((512 << 10) + native.SLACK, np.uint8))
+
+
+_scratch: Final = _Scratch()
+
+
+def _unpack_by_one(
+    stored: NDArray[np.uint8], jobs: Sequence[ChunkJob], codec: Codec, *, placed: bool, check: bool
+) -> tuple[int, str] | None:
+    for n, job in enumerate(jobs):
+        chunk, out = stored[job.offset : job.offset + job.size], job.out.bytes[job.at : job.at + job.nbytes]
+        try:
+            if not placed:
+                _decode(chunk, out, codec, check=check)
+            elif check:
+                check_chunk(out, chunk[-CRC_BYTES:])
+        except ObjectCorrupt as e:
+            return n, str(e)
+    return None
+
+
+def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec) -> None:
     """Unpacks one stored chunk (uint8, crc at the end) into ``out``, a C-contiguous array of exactly the chunk's decoded bytes.
 
-    The crc finds damage, not forgery; so Blosc's header must also name exactly ``out.nbytes`` and the packed length before its
-    decoder runs, which a forged header would otherwise crash. Raises ``ObjectCorrupt``.
+    Raises ``ObjectCorrupt``.
     """
-    size = len(stored) - CRC_BYTES
-    if size < 0:
+    if len(stored) < CRC_BYTES:
         raise ObjectCorrupt(f"a chunk has {len(stored)} bytes, less than its checksum")
+    failed = unpack(stored, (ChunkJob(0, len(stored), Memory(out), 0, out.nbytes),), codec)
+    if failed is not None:
+        raise ObjectCorrupt(failed[1])
+
+
+def _decode(stored: NDArray[np.uint8], out: NDArray[np.uint8], codec: Codec, *, check: bool) -> None:
+    """As ``decode_chunk``, by numcodecs: its decoder crashes on a forged header, which is therefore checked first."""
+    size = len(stored) - CRC_BYTES
     packed = stored[:size]
     if check:
         check_chunk(packed, stored[size:])
     if codec.name == "none":
         if size != out.nbytes:
             raise ObjectCorrupt(f"a chunk has {size} bytes, {out.nbytes} expected")
-        out.reshape(-1).view(np.uint8)[:] = packed
+        out[:] = packed
         return
     check_blosc_header(packed, out.nbytes, codec)
     try:
@@ -78,6 +214,15 @@ def check_chunk(packed: NDArray[np.uint8], crc: NDArray[np.uint8]) -> None:
     """Raises ``ObjectCorrupt`` unless the 4 bytes ``crc`` are those of ``packed``, contiguous bytes."""
     if crc32c(packed) != int.from_bytes(crc.tobytes(), "little"):
         raise ObjectCorrupt(f"a chunk of {len(packed)} bytes fails its crc32c")
+
+
+def crc32c(data: NDArray[np.uint8], before: int = 0) -> int:
+    """crc32c (Castagnoli) of uint8 [n], contiguous, that follows bytes whose crc32c is ``before``."""
+    if native.KERNELS is None:
+        value: int = google_crc32c.extend(before, data)
+        return value
+    assert data.flags.c_contiguous
+    return native.KERNELS.crc32c(before, data.ctypes.data, len(data))
 
 
 def stored_bytes_max(nbytes: int) -> int:

@@ -1,56 +1,157 @@
-"""One fetched chunk to its place in the caller's buffers: checked, decoded straight there where it fits whole, else through scratch memory.
+"""Fetched chunks to their places in the caller's buffers: checked, decoded straight there where they fit whole, else by scratch memory.
 
 Owns scratch memory, one per thread. Refuses I/O: bytes are given.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
-from fsref.objects import CRC_BYTES, check_chunk, decode_chunk
+from fsref.objects import CRC_BYTES, ChunkJob, Fetch, Memory, decode_chunk, fetch, unpack
 from fsref.plan import ChunkRead, FieldRead, Request, SegmentRead
 from fsref.reader.buffers import DenseOut, Out, RaggedOut
 from fsref.refs import Codec
 
-Direct = Mapping[int, NDArray[np.uint8]]
-"""Position in a request's chunks to the place of the chunk's bytes."""
+
+class Spot(NamedTuple):
+    """Where the rows or values of one column go that a read wants, if whole chunks may go straight there."""
+
+    memory: Memory
+    item_bytes: int
+    shift: int
+    """From a row (value) of the object to its place among the buffer's."""
+    start: int
+    stop: int
+    """Wanted rows (values) of the object."""
+
+
+Spots = Mapping[tuple[int, str], Spot]
+"""By index among a segment's fields and column."""
+
+
+class Destination(NamedTuple):
+    """Where a segment's chunks go."""
+
+    segment: SegmentRead
+    number: int
+    """The segment's place in its plan."""
+    out: Out
+    spots: Spots
+
+    @classmethod
+    def of(cls, segment: SegmentRead, number: int, out: Out) -> "Destination":
+        """With the spots of every column whose chunks can fit their place whole."""
+        return cls(segment, number, out, _spots(segment, out))
+
+
+def _spots(segment: SegmentRead, out: Out) -> Spots:
+    found: dict[tuple[int, str], Spot] = {}
+    for n, read in enumerate(segment.fields):
+        target, rows = out[read.field.name], read.rows
+        if isinstance(target, DenseOut):
+            if _fits(read, target.rows):
+                found[n, ""] = _spot(target.rows, read.out_start - rows.start, rows.start, rows.stop)
+            continue
+        for column, values in (("counts", target.counts), *target.row_columns.items()):
+            if values.flags.c_contiguous:
+                found[n, column] = _spot(values, read.out_start - rows.start, rows.start, rows.stop)
+        first, shift = read.value_first, read.value_base - read.value_first
+        for column, values in target.columns.items():
+            if values.flags.c_contiguous:
+                found[n, column] = _spot(values, shift, first, first + read.values_max)
+    return found
+
+
+def _fits(read: FieldRead, rows: NDArray[Any]) -> bool:
+    """Whether a dense field's chunks hold rows just as they stand in the caller's buffer."""
+    shape = read.field.row_shape
+    return (
+        read.copies == 1
+        and not read.layers
+        and rows.dtype == read.field.dtype
+        and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
+        and rows.flags.c_contiguous
+    )
+
+
+def _spot(values: NDArray[Any], shift: int, start: int, stop: int) -> Spot:
+    return Spot(Memory(values), values.nbytes // max(1, len(values)), shift, start, stop)
+
+
+class Sorted(NamedTuple):
+    """A request's chunks by the way they go."""
+
+    whole: Sequence[ChunkJob]
+    """Straight to their places."""
+    numbers: Sequence[int]
+    """Of ``whole``, among the request's chunks."""
+    parts: Sequence[ChunkRead]
+    """Of which only some rows or layers are wanted, or which another form is wanted of."""
+
+
+def sort_chunks(request: Request, spots: Spots) -> Sorted:
+    """Which chunks of a request fit their places whole; the others go through scratch memory."""
+    whole: list[ChunkJob] = []
+    numbers: list[int] = []
+    parts: list[ChunkRead] = []
+    for n, chunk in enumerate(request.chunks):
+        offset, size, nbytes, number, column, _, first, last, _ = chunk
+        spot = spots.get((number, column))
+        if spot is not None:
+            memory, item, shift, start, stop = spot
+            begin, end = max(first, start), min(last, stop)
+            if (end - begin) * item == nbytes:
+                whole.append(ChunkJob(offset, size, memory, (begin + shift) * item, nbytes))
+                numbers.append(n)
+                continue
+        parts.append(chunk)
+    return Sorted(whole, numbers, parts)
+
+
+def once_each(request: Request) -> bool:
+    """Whether no chunk of a request is wanted twice."""
+    return len({c.offset for c in request.chunks}) == len(request.chunks)
+
+
+def can_scatter(request: Request, chunks: Sorted) -> bool:
+    """Whether a read may go straight to the places of ``chunks.whole``, stored as they are: none of them is wanted twice."""
+    return all(j.size == j.nbytes + CRC_BYTES for j in chunks.whole) and once_each(request)
+
+
+def scattered(stored: NDArray[np.uint8], request: Request, whole: Sequence[ChunkJob]) -> list[NDArray[np.uint8]]:
+    """Where a request's bytes go, in order: ``whole`` chunks to their places, everything else to its own offset in ``stored``."""
+    outs: list[NDArray[np.uint8]] = []
+    done = 0
+    for offset, _, out, at, nbytes in whole:
+        outs += [stored[done:offset], out.bytes[at : at + nbytes]]
+        done = offset + nbytes
+    return [*outs, stored[done : request.size]]
 
 
 @dataclass
 class Scratch(threading.local):
     """One thread's reusable memory; grows to the largest request and chunk that the thread saw."""
 
-    stored: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    memory: Memory = field(default_factory=lambda: Memory(np.empty(0, np.uint8)))
     decoded: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     held: int = -1
     """Offset in the request under way of the chunk that ``decoded`` holds; -1 for none."""
 
-    def take_stored(self, size: int) -> NDArray[np.uint8]:
-        if len(self.stored) < size:
-            self.stored = np.empty(size + size // 4, np.uint8)
-        return self.stored[:size]
+    def take_stored(self, size: int) -> Memory:
+        """Of at least ``size`` bytes."""
+        if len(self.memory.bytes) < size:
+            self.memory = Memory(np.empty(size + size // 4, np.uint8))
+        return self.memory
 
     def take_decoded(self, size: int) -> NDArray[np.uint8]:
         if len(self.decoded) < size:
             self.decoded = np.empty(size + size // 4, np.uint8)
         return self.decoded[:size]
-
-
-def scattered(stored: NDArray[np.uint8], request: Request, direct: Direct) -> list[NDArray[np.uint8]]:
-    """Where a request's bytes go, in order: ``direct`` chunks to their places, everything else to its own offset in ``stored``."""
-    outs: list[NDArray[np.uint8]] = []
-    at = 0
-    for n, place in sorted(direct.items(), key=lambda item: request.chunks[item[0]].offset):
-        start = request.chunks[n].offset
-        outs += [stored[at:start], place]
-        at = start + len(place)
-    return [*outs, stored[at : request.size]]
 
 
 class Placer:
@@ -62,55 +163,37 @@ class Placer:
 
     def stored(self, size: int) -> NDArray[np.uint8]:
         """This thread's memory for a request's bytes, [size]; what was in it before is lost."""
-        return self._scratch.take_stored(size)
+        return self._scratch.take_stored(size).bytes[:size]
 
-    def direct(self, request: Request, segment: SegmentRead, out: Out) -> Direct:
-        """The chunks of a request that are stored as they are and fit their place whole, so that a read can go there and no copy is made.
+    def fetch(self, fd: int, reads: Sequence[Fetch]) -> int:
+        """``objects.fetch`` with this thread's memory."""
+        return fetch(fd, reads, self._scratch.take_stored(max(r.size for r in reads)), self._codec)
 
-        By their position in the request. None of a codec that packs, and none where a chunk is wanted twice.
+    def place(self, stored: NDArray[np.uint8], request: Request, chunks: Sorted, to: Destination, *, placed: bool = False) -> None:
+        """Decodes all chunks of a request, whose bytes are ``stored``, into their buffers.
+
+        ``placed``: the whole ones stand in their places already and are only checked. Raises ``ObjectCorrupt`` that names field and rows;
+        may be called again with other bytes then.
         """
-        if self._codec.name != "none" or len({c.offset for c in request.chunks}) < len(request.chunks):
-            return {}
-        found: dict[int, NDArray[np.uint8]] = {}
-        for n, chunk in enumerate(request.chunks):
-            place = _whole(chunk, segment.fields[chunk.field], out)
-            if place is not None and chunk.size == chunk.nbytes + CRC_BYTES:
-                found[n] = place.reshape(-1).view(np.uint8)
-        return found
-
-    def place(
-        self,
-        stored: NDArray[np.uint8],
-        request: Request,
-        segment: SegmentRead,
-        number: int,
-        out: Out,
-        *,
-        direct: Direct = MappingProxyType({}),
-    ) -> None:
-        """Decodes all chunks of a request, whose bytes are ``stored``, into ``out``. ``number``: the segment's place in its plan.
-
-        ``direct``: chunks that stand in their places already and are only checked. Raises ``ObjectCorrupt`` that names field and rows; may
-        be called again with other bytes then.
-        """
+        failed = unpack(stored, chunks.whole, self._codec, placed=placed)
+        if failed is not None:
+            raise _damage(request.chunks[chunks.numbers[failed[0]]], to.segment, failed[1])
         self._scratch.held = -1
-        for n, chunk in enumerate(request.chunks):
-            read = segment.fields[chunk.field]
-            target = out[read.field.name]
+        for chunk in chunks.parts:
+            read = to.segment.fields[chunk.field]
+            target = to.out[read.field.name]
             packed = stored[chunk.offset : chunk.offset + chunk.size]
             try:
-                if n in direct:
-                    check_chunk(direct[n], packed[chunk.nbytes :])
-                elif isinstance(target, DenseOut):
+                if isinstance(target, DenseOut):
                     self._dense(packed, chunk, read, target)
                 elif chunk.flat:
                     self._values(packed, chunk, read, target.columns[chunk.column])
                 elif chunk.column == "counts":
-                    self._counts(packed, chunk, read, target, number)
+                    self._counts(packed, chunk, read, target, to.number)
                 elif chunk.column in target.row_columns:
                     self._per_token(packed, chunk, read, target.row_columns[chunk.column])
             except ObjectCorrupt as e:
-                raise ObjectCorrupt(f"field {read.field.name!r} rows {chunk.start}..{chunk.stop}: {e}") from e
+                raise _damage(chunk, to.segment, str(e)) from e
 
     def _unpacked(self, packed: NDArray[np.uint8], chunk: ChunkRead) -> NDArray[np.uint8]:
         """The chunk in this thread's scratch, where it may stand already: two ranges of a zigzag often want rows of one chunk."""
@@ -125,9 +208,6 @@ class Placer:
         at = read.out_start + start - read.rows.start
         target = out.rows[at : at + (stop - start if read.copies == 1 else read.copies)]
         shape = read.field.row_shape
-        if _is_whole(chunk, read, target):
-            decode_chunk(packed, target, self._codec)
-            return
         decoded = self._unpacked(packed, chunk)
         rows = _as_rows(decoded, read)
         wanted = rows[start - chunk.start : stop - chunk.start]
@@ -162,9 +242,6 @@ class Placer:
         start, stop = max(chunk.start, read.value_first), min(chunk.stop, read.value_first + read.values_max)
         at = read.value_base + start - read.value_first
         target = column[at : at + stop - start]
-        if target.nbytes == chunk.nbytes and target.flags.c_contiguous:
-            decode_chunk(packed, target, self._codec)
-            return
         decoded = self._unpacked(packed, chunk)
         target[:] = decoded.view(column.dtype)[start - chunk.start : stop - chunk.start]
 
@@ -179,30 +256,5 @@ def _as_rows(decoded: NDArray[np.uint8], read: FieldRead) -> NDArray[Any]:
     return flat.reshape(-1, layers, *shape[1:])
 
 
-def _is_whole(chunk: ChunkRead, read: FieldRead, target: NDArray[Any]) -> bool:
-    """Whether a dense chunk's bytes are exactly those of ``target``, its rows in the caller's buffer."""
-    shape = read.field.row_shape
-    return (
-        read.copies == 1
-        and not read.layers
-        and target.dtype == read.field.dtype
-        and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
-        and target.nbytes == chunk.nbytes
-        and target.flags.c_contiguous
-    )
-
-
-def _whole(chunk: ChunkRead, read: FieldRead, out: Out) -> NDArray[Any] | None:
-    """The place of a chunk that fits it whole, of rows or of values."""
-    target = out[read.field.name]
-    if isinstance(target, DenseOut):
-        start, stop = max(chunk.start, read.rows.start), min(chunk.stop, read.rows.stop)
-        at = read.out_start + start - read.rows.start
-        rows = target.rows[at : at + stop - start]
-        return rows if _is_whole(chunk, read, rows) else None
-    if not chunk.flat:
-        return None
-    start, stop = max(chunk.start, read.value_first), min(chunk.stop, read.value_first + read.values_max)
-    at = read.value_base + start - read.value_first
-    values = target.columns[chunk.column][at : at + stop - start]
-    return values if values.nbytes == chunk.nbytes and values.flags.c_contiguous else None
+def _damage(chunk: ChunkRead, segment: SegmentRead, reason: str) -> ObjectCorrupt:
+    return ObjectCorrupt(f"field {segment.fields[chunk.field].field.name!r} rows {chunk.start}..{chunk.stop}: {reason}")

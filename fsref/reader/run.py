@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from fsref.errors import BadRef, ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from fsref.nodecache import NodeCache
-from fsref.plan import Overlap, ReadPlan, Request, SegmentRead, missing_ranges, plan_read, present_fields
+from fsref.objects import Fetch, can_fetch
+from fsref.plan import Overlap, ReadPlan, Request, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
-from fsref.reader.chunks import Placer, scattered
+from fsref.reader.chunks import Destination, Placer, can_scatter, once_each, scattered, sort_chunks
 from fsref.reader.source import Source, spans
 from fsref.refs import FieldData, PayloadRef, Schema, TokenRange
 from fsref.refs.merge import same_rows
@@ -65,10 +66,8 @@ class ReadCounters:
 class _Task(NamedTuple):
     """A part of one segment's requests."""
 
-    number: int
-    segment: SegmentRead
+    to: Destination
     requests: tuple[Request, ...]
-    out: Out
     step: int
     tally: ReadCounters
 
@@ -77,14 +76,15 @@ def _tasks(plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> Iterator
     for number, segment in enumerate(plan.segments):
         group: list[Request] = []
         size = 0
+        to = Destination.of(segment, number, out)
         for request in segment.requests:
             if group and size + request.size > TASK_BYTES:
-                yield _Task(number, segment, tuple(group), out, step, tally)
+                yield _Task(to, tuple(group), step, tally)
                 group, size = [], 0
             group.append(request)
             size += request.size
         if group:
-            yield _Task(number, segment, tuple(group), out, step, tally)
+            yield _Task(to, tuple(group), step, tally)
 
 
 class Reader:
@@ -115,6 +115,8 @@ class Reader:
         self._direct = schema.codec.name == "none" and store.posix_path is not None and cache is None
         # A network client's buffers are decoded from as they are.
         self._views = store.posix_path is None and cache is None
+        # Local files are read and decoded many requests at once.
+        self._at_once = can_fetch(schema.codec) and store.posix_path is not None and cache is None
         self._lock = threading.Lock()
         self.counters = ReadCounters()
         # What this store's plans are made with; whoever makes plans without ``plan`` passes them on.
@@ -219,40 +221,57 @@ class Reader:
         self.close()
 
     def _run(self, task: "_Task") -> None:
-        with Source(self._store, task.segment) as source:
-            for request in task.requests:
-                self._retry(partial(self._read_request, source, request, task), f"reading {task.segment.object_id}", task)
+        with Source(self._store, task.to.segment) as source:
+            for request in self._run_at_once(source, task) if self._at_once else task.requests:
+                self._retry(partial(self._read_request, source, request, task), f"reading {task.to.segment.object_id}", task)
+
+    def _run_at_once(self, source: Source, task: "_Task") -> Sequence[Request]:
+        """Does all that goes without a look at the errors, without coming back to Python in between; returns the requests that are left."""
+        reads: list[Fetch] = []
+        fetched: list[Request] = []
+        left: list[Request] = []
+        for request in task.requests:
+            chunks = sort_chunks(request, task.to.spots)
+            if chunks.parts or not once_each(request):
+                left.append(request)
+            else:
+                reads.append(Fetch(request.offset, request.size, chunks.whole))
+                fetched.append(request)
+        try:
+            fd = source.descriptor() if reads else None
+        except StoreError:
+            source.close()
+            fd = None
+        if fd is None:
+            return task.requests
+        done = self._placer.fetch(fd, reads)
+        self._count(task, requests=done, bytes_fetched=sum(r.size for r in reads[:done]))
+        return [*fetched[done:], *left]
 
     def _read_request(self, source: Source, request: Request, task: "_Task") -> None:
-        if self._views:
-            self._read_view(source, request, task)
-            return
-        stored = self._placer.stored(request.size)
-        direct = self._placer.direct(request, task.segment, task.out) if self._direct else {}
+        chunks = sort_chunks(request, task.to.spots)
         try:
-            shared = self._load(source, request, task, scattered(stored, request, direct), stored)
+            if self._views:
+                stored = source.read_view(request, self._placer.stored)
+                self._count(task, requests=1, bytes_fetched=request.size)
+                self._placer.place(stored, request, chunks, task.to)
+                return
+            stored = self._placer.stored(request.size)
+            placed = self._direct and can_scatter(request, chunks)
+            shared = self._load(source, request, task, scattered(stored, request, chunks.whole) if placed else [stored], stored)
             try:
-                self._placer.place(stored, request, task.segment, task.number, task.out, direct=direct)
+                self._placer.place(stored, request, chunks, task.to, placed=placed)
             except ObjectCorrupt:
                 if self._cache is None:
                     raise
-                self._cache.discard(task.segment.object_id, spans(request))
+                self._cache.discard(task.to.segment.object_id, spans(request))
                 if not shared:
                     raise
                 source.read_into(request.offset, [stored])
                 self._count(task, requests=1, bytes_fetched=request.size)
-                self._placer.place(stored, request, task.segment, task.number, task.out)
+                self._placer.place(stored, request, chunks, task.to)
         except StoreError:
             source.close()  # a handle may be what is wrong: the next attempt opens the object anew
-            raise
-
-    def _read_view(self, source: Source, request: Request, task: "_Task") -> None:
-        try:
-            stored = source.read_view(request, self._placer.stored)
-            self._count(task, requests=1, bytes_fetched=request.size)
-            self._placer.place(stored, request, task.segment, task.number, task.out)
-        except StoreError:
-            source.close()
             raise
 
     def _load(self, source: Source, request: Request, task: "_Task", outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]) -> bool:
@@ -266,7 +285,7 @@ class Reader:
             source.read_into(request.offset + start, [stored[start:stop]])
             self._count(task, requests=1, bytes_fetched=stop - start)
 
-        return self._cache.fill(task.segment.object_id, spans(request), stored, fetch, step=task.step) > 0
+        return self._cache.fill(task.to.segment.object_id, spans(request), stored, fetch, step=task.step) > 0
 
     def _count(self, task: "_Task", *, requests: int = 0, bytes_fetched: int = 0, retries: int = 0) -> None:
         with self._lock:

@@ -33,6 +33,12 @@ class Source:
         else:
             self._file.read_scattered(offset, outs)
 
+    def descriptor(self) -> int | None:
+        """Of the open local file; None where the object is not one. Raises as ``read_into``."""
+        if self._file is None:
+            self._file = self._open()
+        return self._file.descriptor
+
     def read_view(self, request: Request, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """As ``ObjectFile.read_view``, with the errors of ``read_into``."""
         if self._file is None:

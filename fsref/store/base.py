@@ -56,6 +56,8 @@ class ObjectFile(abc.ABC):
     name: str
     byte_count: int
     """Size of the whole object."""
+    descriptor: int | None = None
+    """Of the open local file, where it is one: for a reader that reads many ranges at once and comes back here with those that fail."""
 
     @abc.abstractmethod
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:

@@ -87,6 +87,7 @@ class PosixFile(ObjectFile):
 
     def __init__(self, fd: int, name: str, byte_count: int) -> None:
         self._fd = fd
+        self.descriptor = fd
         self.name = name
         self.byte_count = byte_count
 

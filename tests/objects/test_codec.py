@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
-from fsref.objects import crc, decode_chunk, encode_chunk
+from fsref.objects import decode_chunk, encode_chunk
 from fsref.objects.codec import shuffle_width
 from fsref.refs import Codec
 
@@ -51,19 +51,6 @@ def test_narrow_values_are_shuffled_several_at_a_time_where_the_chunk_divides(dt
 def test_wide_shuffling_packs_routing_as_tightly() -> None:
     ids = np.random.default_rng(0).integers(0, 128, 384 * 2048, np.uint8)
     assert len(stored(ids, Codec())) / ids.nbytes < 0.885  # seven of eight bits
-
-
-@pytest.mark.parametrize("size", [0, 9, 128 << 10, (1 << 20) + 3])
-def test_the_checksum_is_the_same_with_and_without_the_gil(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    expected = google_crc32c.value(data.tobytes())
-    assert crc.crc32c(data) == expected
-    monkeypatch.setattr(crc, "_EXTEND", None)
-    assert crc.crc32c(data) == expected
-
-
-def test_large_chunks_are_checked_without_the_gil() -> None:
-    assert crc._EXTEND is not None or google_crc32c.implementation != "c"
 
 
 FORGE = """
