@@ -6,7 +6,7 @@ Pure. A combined plan fetches a chunk once, however many of its parts want rows 
 from collections.abc import Sequence
 
 from fsref.errors import PayloadError
-from fsref.plan.reads import ChunkRead, FieldRead, ReadPlan, SegmentRead, coalesce, with_bases
+from fsref.plan.reads import FieldRead, ReadPlan, SegmentRead, WantedChunk, coalesce, with_bases
 from fsref.refs import TokenRange
 
 
@@ -31,7 +31,7 @@ def combined(plans: Sequence[ReadPlan], *, row_count: int, request_bytes_max: in
     count in each sequence's own tokens. Limits as in ``plan_read``.
     """
     fields: dict[str, list[FieldRead]] = {}
-    chunks: dict[str, list[tuple[int, ChunkRead]]] = {}
+    chunks: dict[str, list[WantedChunk]] = {}
     sizes: dict[str, int] = {}
     for segment in (s for p in plans for s in p.segments):
         mine = fields.setdefault(segment.object_id, [])
@@ -39,7 +39,7 @@ def combined(plans: Sequence[ReadPlan], *, row_count: int, request_bytes_max: in
         sizes[segment.object_id] = segment.byte_count
         base = len(mine)
         mine += segment.fields
-        wanted += [(r.offset + c.offset, c._replace(field=base + c.field)) for r in segment.requests for c in r.chunks]
+        wanted += [(r.offset + c[0], c[1], c[2], base + c.field, *c[4:]) for r in segment.requests for c in r.chunks]
     segments = [
         SegmentRead(name, sizes[name], tuple(mine), coalesce(sorted(chunks[name]), request_bytes_max, gap_bytes_max))
         for name, mine in fields.items()

@@ -9,10 +9,11 @@ Decoding treats the bytes as hostile: every number and sum is bounded before any
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from fsref.errors import BadRef
-from fsref.plan.layout import Layout, offsets
+from fsref.plan.layout import ZIP_HEADER_BYTES, Layout, chunk_tokens
 from fsref.refs import TOKENS_MAX, PayloadRef, Schema, Segment, TokenRange
 
 _VARINT_BYTES_MAX: Final = 7
@@ -39,29 +40,34 @@ def encode_index(layout: Layout, sizes: Sequence[int]) -> bytes:
 
 def decode_index(segment: Segment, schema: Schema) -> tuple[Layout, list[int], list[int]]:
     """Layout, stored sizes and offsets of a segment's chunks. Raises ``BadRef`` for anything that cannot be."""
-    layout, at = _decode_layout(segment, schema)
-    data = segment.index
+    layout, coded = _decode_layout(segment, schema)
+    chunks = layout.chunks
+    if len(coded) != len(chunks):
+        raise BadRef(f"{segment.object_id}: the chunk index gives {len(coded)} sizes, the object has {len(chunks)} chunks")
     last = [0] * len(layout.arrays)
     bounds = [a.chunk_nbytes + 64 for a in layout.arrays]
-    sizes = []
-    for chunk in layout.chunks:
-        array = chunk.array
-        coded, at = _get(data, at)
-        size = last[array] + ((coded >> 1) ^ -(coded & 1))
+    sizes, starts = [], []
+    cursor = 0
+    for (array, _, name, _, _, _), n in zip(chunks, coded, strict=True):
+        size = last[array] + ((n >> 1) ^ -(n & 1))
         last[array] = size
         if not 4 < size <= bounds[array]:
-            raise BadRef(f"{segment.object_id}: chunk {chunk.name} cannot have {size} bytes")
+            raise BadRef(f"{segment.object_id}: chunk {name} cannot have {size} bytes")
         sizes.append(size)
-    starts = offsets(layout, sizes)
-    if at != len(data) or (sizes and starts[-1] + sizes[-1] > segment.byte_count):
+        cursor += ZIP_HEADER_BYTES + len(name)
+        starts.append(cursor)
+        cursor += size
+    if cursor > segment.byte_count:
         raise BadRef(f"{segment.object_id}: the chunk index does not fit the object's {segment.byte_count} bytes")
     return layout, sizes, starts
 
 
-def _decode_layout(segment: Segment, schema: Schema) -> tuple[Layout, int]:
-    data = segment.index
-    tokens, at = _get(data, 0)
-    bits, at = _get(data, at)
+def _decode_layout(segment: Segment, schema: Schema) -> tuple[Layout, list[int]]:
+    """The layout, and the numbers behind it: the chunks' sizes."""
+    numbers = _numbers(segment.index)
+    if len(numbers) < 2:
+        raise BadRef(f"{segment.object_id}: the chunk index is cut off")
+    tokens, bits = numbers[:2]
     if tokens > TOKENS_MAX or bits >> len(schema.fields):
         raise BadRef(
             f"{segment.object_id}: the chunk index names {tokens} tokens and fields {bits:#x}; the schema has {len(schema.fields)}"
@@ -69,21 +75,19 @@ def _decode_layout(segment: Segment, schema: Schema) -> tuple[Layout, int]:
     if segment.row_stop > tokens:
         raise BadRef(f"{segment.object_id}: rows up to {segment.row_stop} of an object that holds {tokens}")
     present = tuple(f.name for n, f in enumerate(schema.fields) if bits >> n & 1)
-    ranges = Layout(schema, present, tokens, {}).range_count
+    ranges = -(-tokens // chunk_tokens(tokens)) if tokens else 0
     sums: dict[str, list[int]] = {}
+    at = 2
     for field in schema.fields:
-        if not field.ragged or field.name not in present:
-            continue
-        total, values = 0, []
-        for _ in range(ranges):
-            n, at = _get(data, at)
-            total += n
-            values.append(total)
-        sums[field.name] = values
+        if field.ragged and field.name in present:
+            sums[field.name] = list(accumulate(numbers[at : at + ranges]))
+            at += ranges
+            if at > len(numbers):
+                raise BadRef(f"{segment.object_id}: the chunk index is cut off")
     layout = Layout(schema, present, tokens, sums)
     if excess := layout.excess:
         raise BadRef(f"{segment.object_id}: the chunk index names {excess}")
-    return layout, at
+    return layout, numbers[at:]
 
 
 def stored_tokens(segment: Segment) -> int:
@@ -131,24 +135,27 @@ def decode_missing(segment: Segment, schema: Schema) -> dict[str, tuple[TokenRan
     data = segment.missing
     if not data:
         return {}
-    bits, at = _get(data, 0)
+    numbers = iter(_numbers(data))
+    bits = next(numbers)
     if bits >> len(schema.fields):
         raise BadRef(f"{segment.object_id}: missing ranges name fields {bits:#x}; the schema has {len(schema.fields)}")
     out = {}
-    for n, field in enumerate(schema.fields):
-        if not bits >> n & 1:
-            continue
-        count, at = _get(data, at)
-        if not 0 < count <= len(data):
-            raise BadRef(f"{segment.object_id}: {count} missing ranges in {len(data)} bytes")
-        ranges, stop = [], 0
-        for _ in range(count):
-            gap, at = _get(data, at)
-            length, at = _get(data, at)
-            ranges.append(TokenRange(stop + gap, stop + gap + length))
-            stop = ranges[-1].stop
-        out[field.name] = tuple(ranges)
-    if at != len(data):
+    try:
+        for n, field in enumerate(schema.fields):
+            if not bits >> n & 1:
+                continue
+            count = next(numbers)
+            if not 0 < count <= len(data):
+                raise BadRef(f"{segment.object_id}: {count} missing ranges in {len(data)} bytes")
+            ranges, stop = [], 0
+            for _ in range(count):
+                start = stop + next(numbers)
+                stop = start + next(numbers)
+                ranges.append(TokenRange(start, stop))
+            out[field.name] = tuple(ranges)
+    except StopIteration:
+        raise BadRef(f"{segment.object_id}: the missing ranges are cut off") from None
+    if next(numbers, None) is not None:
         raise BadRef(f"{segment.object_id}: the missing ranges have trailing bytes")
     return out
 
@@ -159,6 +166,24 @@ def _put(out: bytearray, value: int) -> None:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
+
+
+def _numbers(data: bytes) -> list[int]:
+    """All varints of ``data``, which is not empty."""
+    out: list[int] = []
+    value = shift = 0
+    for byte in data:
+        if byte < 0x80:
+            out.append(value | byte << shift)
+            value = shift = 0
+            continue
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if shift >= 7 * _VARINT_BYTES_MAX:
+            break
+    if shift:
+        raise BadRef("a varint of the reference is cut off or too long")
+    return out
 
 
 def _get(data: bytes, at: int) -> tuple[int, int]:

@@ -193,17 +193,6 @@ class Layout:
         return out
 
 
-def offsets(layout: Layout, sizes: Sequence[int]) -> list[int]:
-    """Where each chunk's stored bytes begin, given the stored size of each (crc included)."""
-    out = []
-    cursor = 0
-    for chunk, size in zip(layout.chunks, sizes, strict=True):
-        cursor += ZIP_HEADER_BYTES + len(chunk.name)
-        out.append(cursor)
-        cursor += size
-    return out
-
-
 def check_sums(sums: Sequence[int]) -> bool:
     """Whether value sums ascend from 0 on."""
     return all(a <= b for a, b in pairwise((0, *sums)))

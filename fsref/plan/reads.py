@@ -37,6 +37,10 @@ class ChunkRead(NamedTuple):
     """First layer position that it holds."""
 
 
+WantedChunk = tuple[int, int, int, int, str, bool, int, int, int]
+"""A ``ChunkRead`` whose offset is from the object's first byte."""
+
+
 class Request(NamedTuple):
     """One ranged read and the chunks in it."""
 
@@ -202,7 +206,7 @@ def _plan_segment(segment: Segment, schema: Schema, jobs: Sequence[_Job], wants:
         if job.field.name in layout.present:
             numbers.setdefault(job.field.name, []).append(len(reads))
             reads.append(_field_read(layout, job, _layer_positions(job.field, wants.layers)))
-    wanted: list[tuple[int, ChunkRead]] = []
+    wanted: list[WantedChunk] = []
     by_array = [[(n, _touched(a, reads[n], layout)) for n in numbers.get(a.field.name, ())] for a in layout.arrays]
     for chunk, size, start in zip(layout.chunks, sizes, starts, strict=True):
         number, range_index, _, first, last, layer = chunk
@@ -213,7 +217,7 @@ def _plan_segment(segment: Segment, schema: Schema, jobs: Sequence[_Job], wants:
                 and (not touched.layers or layer in touched.layers)
             ):
                 a = layout.arrays[number]
-                wanted.append((start, ChunkRead(0, size, a.chunk_nbytes, n, a.column, a.flat, first, last, layer)))
+                wanted.append((start, size, a.chunk_nbytes, n, a.column, a.flat, first, last, layer))
     requests = coalesce(wanted, wants.request_bytes_max, wants.gap_bytes_max)
     return SegmentRead(segment.object_id, segment.byte_count, tuple(reads), requests)
 
@@ -259,20 +263,20 @@ def _field_read(layout: Layout, job: _Job, layers: tuple[int, ...]) -> FieldRead
     return FieldRead(field, rows, job.out_start, layers, begin, end - begin, TokenRange(layout.tokens_of(first).start, rows.start))
 
 
-def coalesce(wanted: Sequence[tuple[int, ChunkRead]], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:
+def coalesce(wanted: Sequence[WantedChunk], request_bytes_max: int, gap_bytes_max: int) -> tuple[Request, ...]:
     """Requests for chunks at ascending offsets; a chunk that several reads want stands in it once for each and is fetched once."""
     out: list[Request] = []
     begin = end = 0
     group: list[ChunkRead] = []
-    for start, chunk in wanted:
-        fetched = start + chunk.size <= end
-        if group and not fetched and (start - end > gap_bytes_max or start + chunk.size - begin > request_bytes_max):
+    for start, size, *rest in wanted:
+        fetched = start + size <= end
+        if group and not fetched and (start - end > gap_bytes_max or start + size - begin > request_bytes_max):
             out.append(Request(begin, end - begin, tuple(group)))
             group = []
         if not group:
             begin = start
-        group.append(ChunkRead(start - begin, *chunk[1:]))
-        end = start + chunk.size
+        group.append(ChunkRead._make((start - begin, size, *rest)))
+        end = start + size
     if group:
         out.append(Request(begin, end - begin, tuple(group)))
     return tuple(out)
