@@ -89,7 +89,7 @@ class LedgerSection(Section, frozen=True, kw_only=True):
     queue_ids_max: Count = 65_536
     """Dropped ids that a process holds as work at hand; further ones are kept as bare numbers, 8 bytes each. None is lost."""
     delete_threads: Count = 4
-    """Threads that remove objects, per process."""
+    """Threads that remove objects, per process, where the store takes longer than 0.1 ms for each; a faster one is not worth them."""
     seal_wait_s: Positive = 60.0
     """On a root that is no folder: how long an object that the orchestrator dropped may wait for the records of the next step, so that
     both are stored by one request; ``batch_ids_max`` of them do not wait. Also between looks for marks in the root."""

@@ -55,7 +55,10 @@ def split_known(object_id: str) -> tuple[str, int]:
 
 def pack(object_ids: Iterable[str]) -> dict[str, str]:
     """The packed form of a set of ids; duplicates collapse, order does not matter."""
-    return _packed(map(split, object_ids))
+    ids = list(object_ids)
+    for object_id in ids:
+        split(object_id)
+    return pack_known(ids)
 
 
 def pack_known(object_ids: Sequence[str]) -> dict[str, str]:
@@ -63,17 +66,19 @@ def pack_known(object_ids: Sequence[str]) -> dict[str, str]:
     if len(object_ids) == 1:
         inc, _, text = object_ids[0].partition("/")
         return {inc: text}
-    return _packed(map(split_known, object_ids))
+    return {inc: pack_seqs(seqs) for inc, seqs in by_producer(object_ids).items()}
 
 
-def _packed(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
-    by_producer: dict[str, list[int]] = {}
-    for inc, seq in pairs:
-        seqs = by_producer.get(inc)
-        if seqs is None:
-            seqs = by_producer[inc] = []
-        seqs.append(seq)
-    return {inc: pack_seqs(seqs) for inc, seqs in by_producer.items()}
+def by_producer(object_ids: Iterable[str]) -> dict[str, list[int]]:
+    """The sequence numbers of ids that were checked before."""
+    texts: dict[str, list[str]] = {}
+    for object_id in object_ids:
+        inc, _, text = object_id.partition("/")
+        of_inc = texts.get(inc)
+        if of_inc is None:
+            of_inc = texts[inc] = []
+        of_inc.append(text)
+    return {inc: list(map(int, of_inc)) for inc, of_inc in texts.items()}
 
 
 def pack_seqs(seqs: Sequence[int]) -> str:
@@ -98,16 +103,13 @@ def _runs(seqs: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def pack_parts(object_ids: Iterable[str], *, ids_max: int = IDS_RECORD_MAX, bytes_max: int = BYTES_SET_MAX) -> list[dict[str, str]]:
-    """The packed form split so that each piece has at most ``ids_max`` ids and ``bytes_max`` bytes; at least one piece."""
-    by_producer: dict[str, list[int]] = {}
-    for object_id in object_ids:
-        inc, seq = split(object_id)
-        by_producer.setdefault(inc, []).append(seq)
+    """The packed form of checked ids, split so that each piece has at most ``ids_max`` ids and ``bytes_max`` bytes; at least one piece."""
+    seqs = by_producer(object_ids)
     parts: list[dict[str, str]] = [{}]
     count = size = 0
-    for inc in sorted(by_producer):
+    for inc in sorted(seqs):
         texts: list[str] = []
-        for a, b in _pieces(by_producer[inc], ids_max):
+        for a, b in _pieces(seqs[inc], ids_max):
             text = str(a) if a == b else f"{a}-{b}"
             need = len(text) + 1 + (0 if texts else len(inc) + 6)
             if count and (count + b - a + 1 > ids_max or size + need > bytes_max or len(parts[-1]) >= PRODUCERS_RECORD_MAX):
@@ -182,8 +184,7 @@ class SeqSet:
         self._starts: list[int] = []
         self._stops: list[int] = []  # half-open
         self.count = 0
-        for seq in seqs:
-            self.add(seq)
+        self.update(seqs)
 
     def __contains__(self, seq: int) -> bool:
         at = bisect_right(self._starts, seq) - 1
@@ -200,6 +201,11 @@ class SeqSet:
     def gaps(self) -> int:
         """Number of separate runs, which is what the set costs."""
         return len(self._starts)
+
+    def update(self, seqs: Iterable[int]) -> None:
+        """Adds numbers."""
+        for seq in seqs:
+            self.add(seq)
 
     def add(self, seq: int) -> bool:
         """Adds a number; False if it was there."""

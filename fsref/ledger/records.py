@@ -4,11 +4,11 @@ Owns the nine record types, encoding, decoding and the limits for hostile lines.
 is for people only; nothing ever compares it.
 """
 
-import binascii
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+from zlib_ng.zlib_ng import crc32
 
 from fsref.errors import JournalCorrupt
 from fsref.refs import BYTES_OBJECT_MAX, SEQ_MAX, TOKENS_MAX
@@ -192,7 +192,7 @@ def encode_line(record: AnyRecord) -> bytes:
             raise ValueError(f"a {type(record).__name__} record would not be readable: {e}") from e
     if len(body) + 10 > LINE_BYTES_MAX:
         raise ValueError(f"a {type(record).__name__} record of {len(body)} bytes does not fit a line of {LINE_BYTES_MAX}")
-    return b"%08x %b\n" % (binascii.crc32(body), body)
+    return b"%08x %b\n" % (crc32(body), body)
 
 
 def request_text(request_id: str) -> str:
@@ -204,7 +204,7 @@ def line_ok(line: bytes) -> bool:
     """Whether a line (without its LF) has the right length and checksum."""
     if not 11 <= len(line) < LINE_BYTES_MAX or line[8] != _SPACE:
         return False
-    return b"%08x" % binascii.crc32(line[9:]) == line[:8]
+    return b"%08x" % crc32(line[9:]) == line[:8]
 
 
 def decode_line(line: bytes) -> AnyRecord:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from fsref.errors import DoubleDrop, NotHolder, StepError, StepReleased
-from fsref.ledger.ids import SeqSet, split
+from fsref.ledger.ids import SeqSet, by_producer, split
 from fsref.ledger.merge import committed
 
+_DROPPED: Final = "dropped it"
 REQUESTS_MAX: Final = 65_536
 """Requests whose ids an env worker remembers after the reply; older ones are settled by adoption."""
 
@@ -113,10 +114,13 @@ class ConsumerRights:
         self.held: dict[str, int] = {}
         """Id to bytes."""
         self._taken: dict[str, SeqSet] = {}
-        self._dropped: dict[str, SeqSet] = {}
+        self._shipped: dict[str, SeqSet] = {}  # what was taken and is neither held nor shipped was dropped
         self._adopted: set[str] = set()
         self._steps: set[int] = set()
         self._strict = strict
+        self.taken_count = 0
+        self.dropped_count = 0
+        self.taken_bytes = 0
         self.suppressed = 0
         self.dup_reply = 0
         self.late_refused = 0
@@ -133,14 +137,15 @@ class ConsumerRights:
             taken = self._taken.get(inc)
             if taken is None:
                 taken = self._taken[inc] = SeqSet()
-            if seq in taken:
-                self.dup_reply += 1
-            elif inc in self._adopted:
+            if inc in self._adopted and seq not in taken:
                 self.late_refused += 1
-            else:
-                taken.add(seq)
+            elif taken.add(seq):
                 self.held[object_id] = byte_count
+                self.taken_bytes += byte_count
                 fresh.append(object_id)
+            else:
+                self.dup_reply += 1
+        self.taken_count += len(fresh)
         return fresh
 
     def took(self, inc: str) -> SeqSet:
@@ -160,18 +165,14 @@ class ConsumerRights:
 
     def drop(self, object_ids: Iterable[str]) -> list[str]:
         """Ids to drop now. A second drop is suppressed and counted, or ``DoubleDrop`` if strict; ``NotHolder`` for anything else."""
-        ids = list(dict.fromkeys(object_ids))
-        held = self.held
-        fresh = [o for o in ids if o in held]
-        if len(fresh) != len(ids):
+        ids, held = dict.fromkeys(object_ids), self.held
+        fresh = list(ids)
+        if not ids.keys() <= held.keys():
             self._settle_repeats([o for o in ids if o not in held])
+            fresh = [o for o in ids if o in held]
         for object_id in fresh:
             del held[object_id]
-            inc, _, text = object_id.partition("/")
-            dropped = self._dropped.get(inc)
-            if dropped is None:
-                dropped = self._dropped[inc] = SeqSet()
-            dropped.add(int(text))
+        self.dropped_count += len(fresh)
         return fresh
 
     def ship(self, step: int, object_ids: Iterable[str]) -> list[str]:
@@ -184,23 +185,25 @@ class ConsumerRights:
                 raise NotHolder(f"{object_id} cannot be shipped in step {step}: {self.inc} {self._why_not(object_id)}")
         for object_id in ids:
             del self.held[object_id]
+        for inc, seqs in by_producer(ids).items():
+            self._shipped.setdefault(inc, SeqSet()).update(seqs)
         self._steps.add(step)
         return ids
 
     def _settle_repeats(self, ids: list[str]) -> None:
         for object_id in ids:
-            inc, seq = split(object_id)
-            if seq not in self._dropped.get(inc, ()):
-                raise NotHolder(f"{object_id} cannot be dropped: {self.inc} {self._why_not(object_id)}")
+            if (why := self._why_not(object_id)) != _DROPPED:
+                raise NotHolder(f"{object_id} cannot be dropped: {self.inc} {why}")
         if self._strict:
             raise DoubleDrop(f"{ids[0]} was dropped before by {self.inc}")
         self.suppressed += len(ids)
 
     def _why_not(self, object_id: str) -> str:
+        """Of an id that is not held."""
         inc, seq = split(object_id)
-        if seq in self._dropped.get(inc, ()):
-            return "dropped it"
-        return "shipped it" if seq in self._taken.get(inc, ()) else "never took it"
+        if seq not in self._taken.get(inc, ()):
+            return "never took it"
+        return "shipped it" if seq in self._shipped.get(inc, ()) else _DROPPED
 
 
 class StepRights:

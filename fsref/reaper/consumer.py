@@ -41,7 +41,7 @@ class ConsumerHolder(Holder):
         super()._open()
         self._adopted: dict[str, Adopted] = {}
         self._rights = ConsumerRights(self.inc, strict=self._section.strict)
-        self._count = dict.fromkeys(("taken", "taken_bytes", "dropped", "shipped", "shipped_bytes"), 0)
+        self._settled = self._shipped = self._shipped_bytes = 0  # settled: dropped of what was adopted
         self._others = LedgerReader(self._ledger, run_uuid=self._run.run_uuid, compare=False)
         self._ended = EndedReplicas(self._ledger, root_poll_s=self._section.seal_wait_s)
         self.inherited = Inheritance()
@@ -59,7 +59,7 @@ class ConsumerHolder(Holder):
         found = succeed(self._ledger, self._journal, run_uuid=self._run.run_uuid, visible=lambda key: is_published(self._store, key))
         for inc in found.replicas:
             self._rights.refuse(inc)
-        self._count["dropped"] += len(found.recovered) + len(found.orphans) + len(found.unjournaled)
+        self._settled += len(found.recovered) + len(found.orphans) + len(found.unjournaled)
         self._drop(found.recovered, "recovered")
         self._drop(found.orphans, "orphan")
         self._drop(found.unjournaled, "unjournaled")
@@ -78,9 +78,6 @@ class ConsumerHolder(Holder):
                 self._refuse_adopted(sizes)
             fresh = self._rights.take(sizes)
             if fresh:
-                count = self._count
-                count["taken"] += len(fresh)
-                count["taken_bytes"] += sum([sizes[o] for o in fresh])
                 request = records.request_text(request_id)
                 failpoint("take.before_append")
                 if len(fresh) <= SMALL_SET_MAX:
@@ -106,7 +103,6 @@ class ConsumerHolder(Holder):
         with self._lock:
             self._deleter.check()
             ids = self._rights.drop(object_ids)
-            self._count["dropped"] += len(ids)
             self._drop(ids, reason)
             return len(ids)
 
@@ -123,8 +119,8 @@ class ConsumerHolder(Holder):
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
             failpoint("ship.before_append")
             self._journal.append(*parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
-            self._count["shipped"] += n
-            self._count["shipped_bytes"] += byte_count
+            self._shipped += n
+            self._shipped_bytes += byte_count
             self._deleter.promote()
         failpoint("ship.after_append")
         self._journal.sync()
@@ -168,7 +164,7 @@ class ConsumerHolder(Holder):
             self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
             failpoint("adopt.after_append")
             orphans, unjournaled = [f"{inc}/{s}" for s in found.orphans], [f"{inc}/{s}" for s in found.unjournaled]
-            self._count["dropped"] += len(orphans) + len(unjournaled)
+            self._settled += len(orphans) + len(unjournaled)
             self._drop(orphans, "orphan")
             self._drop(unjournaled, "unjournaled")
             done = fold.done.get(inc, {})
@@ -215,7 +211,6 @@ class ConsumerHolder(Holder):
             self._closed = True
             if discard and not self._journal.poisoned and not self._fenced():
                 ids = self._rights.drop(list(self._rights.held))
-                self._count["dropped"] += len(ids)
                 self._drop(ids, "eval" if self.role == "evl" else "shutdown")
             return self._finish(deadline_s=deadline_s, counters=self.counters)
 
@@ -223,7 +218,11 @@ class ConsumerHolder(Holder):
     def counters(self) -> dict[str, int]:
         """Gauges and counts since this incarnation opened."""
         return {
-            **self._count,
+            "taken": self._rights.taken_count,
+            "taken_bytes": self._rights.taken_bytes,
+            "dropped": self._rights.dropped_count + self._settled,
+            "shipped": self._shipped,
+            "shipped_bytes": self._shipped_bytes,
             "held": len(self._rights.held),
             "held_bytes": self._rights.held_bytes,
             "done": self._deleter.done,

@@ -12,13 +12,15 @@ from time import monotonic
 from typing import Final
 
 from fsref.errors import StoreError
-from fsref.ledger.ids import split
+from fsref.refs import object_name
 from fsref.store.base import Deletion, Store
 
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 30.0
 SLICE_IDS_MIN: Final = 64
 """Fewer ids than this are not worth a thread."""
+FAST_S: Final = 100e-6
+"""A store that removes an object in less gains nothing from threads: they would wait for each other's turns at the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def back_off_s(attempt: int, *, rng: random.Random) -> float:
 
 def delete_once(store: Store, object_ids: Sequence[str], *, threads: int = 1) -> Outcome:
     """One attempt for each id; ``absent`` is what this attempt found absent. Raises ``BadRef`` before any I/O, never ``StoreError``."""
-    names = {_name(o): o for o in object_ids}
+    names = {object_name(o): o for o in object_ids}
     outcomes = _delete_names(store, list(names), threads=threads)
     done: list[str] = []
     absent: list[str] = []
@@ -59,15 +61,21 @@ def delete_once(store: Store, object_ids: Sequence[str], *, threads: int = 1) ->
     return Outcome(tuple(done), tuple(absent), failed)
 
 
-def _name(object_id: str) -> str:
-    """``refs.object_name`` at a third of its cost: the incarnation was matched before."""
-    inc, seq = split(object_id)
-    return f"obj/{inc}/{seq:010d}.zip"
-
-
 def _delete_names(store: Store, names: list[str], *, threads: int) -> dict[str, Deletion | StoreError]:
-    """Slices of the names side by side. Daemon threads, so that one that is stuck in the kernel keeps no process from its end."""
-    size = max(SLICE_IDS_MIN, store.bulk_delete_max, -(-len(names) // max(1, threads)))
+    """The first names tell whether the store is so slow that the others are worth threads."""
+    count = max(SLICE_IDS_MIN, store.bulk_delete_max)
+    if threads < 2 or len(names) <= count:
+        return store.delete(names)
+    begin = monotonic()
+    outcomes = store.delete(names[:count])
+    fast = monotonic() - begin < FAST_S * count
+    rest = names[count:]
+    return outcomes | (store.delete(rest) if fast else _side_by_side(store, rest, threads=threads))
+
+
+def _side_by_side(store: Store, names: list[str], *, threads: int) -> dict[str, Deletion | StoreError]:
+    """Slices of the names at once. Daemon threads, so that one that is stuck in the kernel keeps no process from its end."""
+    size = max(SLICE_IDS_MIN, store.bulk_delete_max, -(-len(names) // threads))
     slices = [names[at : at + size] for at in range(0, len(names), size)]
     outcomes: dict[str, Deletion | StoreError] = {}
     bugs: list[Exception] = []

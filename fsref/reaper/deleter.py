@@ -33,7 +33,8 @@ class Deleter:
     def __init__(self, store: Store, ledger: Ledger, journal: Journal, section: LedgerSection, *, seal_wait_s: float = 0.0) -> None:
         """``seal_wait_s``: how long drops wait for ``promote``, before they are sealed for their own sake; 0: they do not wait."""
         self._store, self._ledger, self._journal, self._section = store, ledger, journal, section
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._backlog = Backlog(ids_max=section.queue_ids_max)
         self._held = Backlog(ids_max=section.queue_ids_max)  # their drops wait to be sealed
         self._held_since = 0.0
@@ -71,17 +72,18 @@ class Deleter:
         """Queues ids; ``attempt`` 1 marks the redo of someone else's drop, whose absence proves nothing."""
         if not object_ids:
             return
-        with self._wake:
+        with self._lock:
+            queue = self._backlog
             if self._seal_wait_s and attempt == 0:
-                self._held_since = self._held_since if self._held.ready else monotonic()
-                self._held.add(object_ids, attempt=0)
+                queue = self._held
+                self._held_since = self._held_since if queue.ready else monotonic()
             else:
-                self._backlog.add(object_ids, attempt=attempt)
                 self._need = self._journal.size
+            queue.add(object_ids, attempt=attempt)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fsref-deleter-{self._journal.inc}", daemon=True)
                 self._thread.start()
-            elif self._idle or max(self._backlog.ready, self._held.ready) >= self._section.batch_ids_max:
+            elif self._idle or queue.ready >= self._section.batch_ids_max:
                 self._wake.notify_all()  # else it looks again when the batch's time is up: a wake-up per id costs more than the id
 
     def promote(self) -> None:
@@ -188,13 +190,10 @@ class Deleter:
         if not self._is_safe(attempts):
             return
         result = delete_once(self._store, list(attempts), threads=self._section.delete_threads)
-        by_attempt: dict[int, list[str]] = {}
-        for object_id in result.done:
-            by_attempt.setdefault(attempts[object_id] + 1, []).append(object_id)
-        absent = set(result.absent)
         failpoint("deleter.after_delete")
-        for attempt, gone in by_attempt.items():
-            write_done(self._journal, gone, absent=[o for o in gone if o in absent], attempt=attempt)
+        for attempt in sorted(set(attempts.values())):
+            if gone := [o for o in result.done if attempts[o] == attempt]:
+                write_done(self._journal, gone, absent=result.absent, attempt=attempt + 1)
         failpoint("deleter.after_done")
         now = monotonic()
         failed: dict[int, dict[str, int]] = {}
@@ -205,7 +204,7 @@ class Deleter:
                 self._backlog.wait(ids, due_s=now + back_off_s(attempt + 1, rng=self._rng))
             self.problem = str(next(iter(result.failed.values()))) if result.failed else ""
             self.done += len(result.done)
-            self.absent_first += len([o for o in absent if attempts[o] == 0])
+            self.absent_first += len([o for o in result.absent if attempts[o] == 0])
             self.retried += len(result.failed)
             self._busy = 0
             self._wake.notify_all()
@@ -222,7 +221,7 @@ def check_fence(ledger: Ledger, inc: str) -> None:
 
 
 def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[str] = (), attempt: int = 1) -> None:
-    """Appends ``done`` for ids; splits where they do not fit one record."""
+    """Appends ``done`` for ids; splits where they do not fit one record. ``absent``: which were, of these and any others."""
 
     def make(piece: dict[str, str], part: tuple[int, int] | None) -> records.AnyRecord:
         return records.Done(now_ms(), i=piece, a=_within(piece, absent), k=attempt, part=part)

@@ -14,7 +14,8 @@ from fsref.errors import BadRef
 RUN_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,127}"
 ROLES: Final = ("env", "orc", "evl", "trn", "rec")
 INCARNATION_PATTERN: Final = r"(?:env|orc|evl|trn|rec)\.[a-z0-9-]{1,40}\.[0-9a-f]{16}"
-OBJECT_PATTERN: Final = INCARNATION_PATTERN + r"/(?:0|[1-9][0-9]{0,9})"
+OBJECT_PATTERN: Final = rf"({INCARNATION_PATTERN})/(0|[1-9][0-9]{{0,9}})"
+"""The producer and the number, as groups."""
 _RUN: Final = re.compile(RUN_PATTERN, re.ASCII)
 _INCARNATION: Final = re.compile(INCARNATION_PATTERN, re.ASCII)
 _OBJECT: Final = re.compile(OBJECT_PATTERN, re.ASCII)
@@ -44,16 +45,21 @@ def check_incarnation(inc: str) -> str:
 
 def split_object_id(object_id: str) -> tuple[str, int]:
     """``"inc/seq"`` to its parts; raises ``BadRef`` for anything outside the grammar."""
-    if len(object_id) > 96 or not _OBJECT.fullmatch(object_id):
-        raise BadRef(f"object id {object_id[:96]!r} does not match {OBJECT_PATTERN}")
-    inc, seq = object_id.split("/")
-    return inc, int(seq)
+    inc, text = _match(object_id)
+    return inc, int(text)
 
 
 def object_name(object_id: str) -> str:
     """The object's name below the run's root: ``obj/<inc>/<seq:010d>.zip``."""
-    inc, seq = split_object_id(object_id)
-    return f"obj/{inc}/{seq:010d}.zip"
+    inc, text = _match(object_id)
+    return f"obj/{inc}/{text.zfill(10)}.zip"
+
+
+def _match(object_id: str) -> tuple[str, str]:
+    match = _OBJECT.fullmatch(object_id)
+    if match is None:
+        raise BadRef(f"object id {object_id[:96]!r} does not match {OBJECT_PATTERN}")
+    return match[1], match[2]
 
 
 def token_hash(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fsref.errors import BadRef, StoreUnavailable
+from fsref.errors import BadRef, StoreError, StoreUnavailable
 from fsref.reaper import delete_objects
 from fsref.reaper.delete import RETRY_MAX_S, back_off_s, delete_once
 from fsref.reaper.listing import list_objects
 from fsref.refs import object_name
+from fsref.store.base import Deletion
 from tests.reaper.stage import Stage
 
 INC = "env.a.0000000000000001"
@@ -42,18 +43,34 @@ def test_only_the_named_object_goes(stage: Stage) -> None:
     assert canary.exists()
 
 
-def test_many_objects_are_removed_side_by_side(stage: Stage) -> None:
+@pytest.mark.parametrize(("fast_s", "helpers"), [(0.0, 3), (1e9, 0)])
+def test_many_objects_of_a_slow_store_are_removed_side_by_side(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, fast_s: float, helpers: int
+) -> None:
     for seq in range(300):
         stage.store.put(object_name(f"{INC}/{seq}"), [b"x"], durability="process")
+    delete, seen = stage.store.delete, list[str]()
+
+    def seen_delete(names: Sequence[str]) -> dict[str, Deletion | StoreError]:
+        seen.append(threading.current_thread().name)
+        return delete(names)
+
+    monkeypatch.setattr(stage.store, "delete", seen_delete)
+    monkeypatch.setattr("fsref.reaper.delete.FAST_S", fast_s)
     outcome = delete_once(stage.store, [f"{INC}/{seq}" for seq in range(301)], threads=4)
     assert (len(outcome.done), outcome.absent, outcome.failed, stage.objects()) == (301, (f"{INC}/300",), {}, [])
+    assert (seen.count("fsref-delete"), len(seen)) == (helpers, helpers + 2)
 
 
-def test_a_bug_of_a_backend_is_raised_to_the_caller(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(names: Sequence[str]) -> None:
-        raise RuntimeError(f"{len(names)} names")
+@pytest.mark.parametrize("thread", [threading.current_thread().name, "fsref-delete"])
+def test_a_bug_of_a_backend_is_raised_to_the_caller(stage: Stage, monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
+    def broken(names: Sequence[str]) -> dict[str, Deletion | StoreError]:
+        if threading.current_thread().name == thread:
+            raise RuntimeError(f"{len(names)} names")
+        return dict.fromkeys(names, Deletion.DONE)
 
     monkeypatch.setattr(stage.store, "delete", broken)
+    monkeypatch.setattr("fsref.reaper.delete.FAST_S", 0.0)
     with pytest.raises(RuntimeError, match="names"):
         delete_once(stage.store, [f"{INC}/{seq}" for seq in range(301)], threads=4)
 
