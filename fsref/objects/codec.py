@@ -18,19 +18,20 @@ from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
 from fsref.objects import native
-from fsref.objects.native import Memory
+from fsref.objects.native import CRC_BYTES, Memory
 from fsref.plan.layout import SHUFFLED_VALUES
 from fsref.refs import Codec
 
 blosc.use_threads = False
 
-CRC_BYTES: Final = 4
 _BLOSC_HEADER: Final = struct.Struct("<4BIII")
 _CNAMES: Final = {"lz4": b"lz4", "zstd": b"zstd", "blosclz": b"blosclz"}
 _FORMATS: Final = {"blosclz": 0, "lz4": 1, "zstd": 4}
 """Bits 5 to 7 of a Blosc header's flags: which decoder runs. A header that names another one than the schema never reaches it."""
 _BLOSC_VERSION: Final = 2
 _WIDTHS: Final = (4, 2)
+_LARGE_BYTES: Final = 4 << 10
+"""Below it, calling a kernel costs more than it saves."""
 _OVERHEAD_BYTES: Final = 64
 """What packing adds at most to data that does not compress: Blosc's header and the crc."""
 
@@ -39,10 +40,19 @@ def encode_chunk(chunk: NDArray[Any], codec: Codec) -> tuple[bytes | NDArray[np.
     """Packs one C-contiguous little-endian chunk: (packed bytes, 4 crc bytes that follow them in the file)."""
     if codec.name == "none":
         packed: bytes | NDArray[np.uint8] = chunk.reshape(-1).view(np.uint8)
-    else:
-        width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
-        packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=width)
+        return packed, crc32c(packed).to_bytes(CRC_BYTES, "little")
+    width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
+    if native.KERNELS is not None and codec.name == "lz4" and codec.level and width in native.WIDTHS and chunk.nbytes:
+        block = min(block_bytes(codec.level), chunk.nbytes) // width * width
+        made = native.KERNELS.pack(chunk, width, block, scratch=_scratch.take(block + native.TABLE_BYTES))
+        return made[:-CRC_BYTES], made[-CRC_BYTES:].tobytes()
+    packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=width)
     return packed, google_crc32c.value(packed).to_bytes(CRC_BYTES, "little")
+
+
+def block_bytes(level: int) -> int:
+    """Blosc's block at a level of 1 to 9, for a chunk that is no smaller: as c-blosc has it for LZ4 and large chunks."""
+    return (64 << 10) << (0, 1, 2, 3, 3, 4, 4, 4, 4)[level - 1]
 
 
 def shuffle_width(chunk_nbytes: int, itemsize: int) -> int:
@@ -90,7 +100,7 @@ def unpack(
         if code == native.OK:
             return None
         if code == native.SCRATCH:
-            _scratch.memory = Memory(np.empty(jobs[done].nbytes + native.SLACK, np.uint8))
+            _scratch.take(jobs[done].nbytes + native.SLACK)
         elif code == native.NOT_MINE:
             if failed := _unpack_by_one(stored, jobs[done : done + 1], codec, placed=placed, check=check):
                 return done, failed[1]
@@ -156,10 +166,16 @@ def fetch(fd: int, reads: Sequence[Fetch], stored: Memory, codec: Codec, *, chec
 
 
 class _Scratch(threading.local):
-    """One thread's memory for a block before its bits are put back."""
+    """One thread's memory for a block whose bits are taken apart or put together."""
 
     def __init__(self) -> None:
-        self.memory = Memory(np.empty((512 << 10) + native.SLACK, np.uint8))
+        self.memory = Memory(np.empty((512 << 10) + max(native.SLACK, native.TABLE_BYTES), np.uint8))
+
+    def take(self, size: int) -> Memory:
+        """At least ``size`` bytes."""
+        if len(self.memory.bytes) < size:
+            self.memory = Memory(np.empty(size, np.uint8))
+        return self.memory
 
 
 _scratch: Final = _Scratch()
@@ -216,9 +232,9 @@ def check_chunk(packed: NDArray[np.uint8], crc: NDArray[np.uint8]) -> None:
         raise ObjectCorrupt(f"a chunk of {len(packed)} bytes fails its crc32c")
 
 
-def crc32c(data: NDArray[np.uint8], before: int = 0) -> int:
-    """crc32c (Castagnoli) of uint8 [n], contiguous, that follows bytes whose crc32c is ``before``."""
-    if native.KERNELS is None:
+def crc32c(data: bytes | NDArray[np.uint8], before: int = 0) -> int:
+    """crc32c (Castagnoli) of ``data``, contiguous, that follows bytes whose crc32c is ``before``."""
+    if native.KERNELS is None or len(data) < _LARGE_BYTES or isinstance(data, bytes):
         value: int = google_crc32c.extend(before, data)
         return value
     assert data.flags.c_contiguous

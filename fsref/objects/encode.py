@@ -6,13 +6,13 @@ The order is that of ``fsref.plan.layout``: chunks by token range and field, the
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import PayloadError
-from fsref.objects.codec import CRC_BYTES, encode_chunk
+from fsref.objects.codec import crc32c, encode_chunk
 from fsref.objects.metadata import documents
+from fsref.objects.native import CRC_BYTES
 from fsref.objects.zipfile import ZipWriter
 from fsref.plan import Array, Chunk, Layout, chunk_tokens, encode_index, encode_missing
 from fsref.refs import BYTES_OBJECT_MAX, Dense, Payload, Ragged, Schema, TokenRange, token_hash
@@ -59,7 +59,7 @@ def encode(payload: Payload, schema: Schema, *, bytes_max: int = BYTES_OBJECT_MA
     zip_.finish()
     checksum = 0
     for buffer in zip_.buffers:
-        checksum = google_crc32c.extend(checksum, buffer)
+        checksum = crc32c(buffer if isinstance(buffer, bytes) else np.frombuffer(buffer, np.uint8), checksum)
     return EncodedObject(
         buffers=zip_.buffers,
         byte_count=zip_.byte_count,

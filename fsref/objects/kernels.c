@@ -255,8 +255,104 @@ __attribute__((target("avx2"))) static void unshuffle_gfni(const uint8_t *planes
     unshuffle_256(planes, out, plane, width, gather_gfni);
 }
 
+/* ---- bitshuffle, forwards ----------------------------------------------------------------------------------------------------------- */
+
+static void shuffle_plain(const uint8_t *in, uint8_t *planes, int64_t plane, int width, int64_t from) {
+    for (int64_t k = from; k < plane; k++)
+        for (int b = 0; b < width; b++) {
+            uint64_t square = 0;
+            for (int j = 0; j < 8; j++) square |= (uint64_t)in[(8 * k + j) * width + b] << (8 * j);
+            square = transpose8(square);
+            for (int bit = 0; bit < 8; bit++) planes[(8 * b + bit) * plane + k] = (uint8_t)(square >> (8 * bit));
+        }
+}
+
+__attribute__((target("avx2"), always_inline)) static inline __m256i two(const uint8_t *low, const uint8_t *high) {
+    return _mm256_set_m128i(_mm_loadu_si128((const __m128i *)high), _mm_loadu_si128((const __m128i *)low));
+}
+
+__attribute__((target("avx2"), always_inline)) static inline __m256i same(__m128i x) { return _mm256_broadcastsi128_si256(x); }
+
+/* 256 values to their bytes, v[byte of the value][8]: of values 0 to 127 in the lower halves, of 128 to 255 in the upper ones. */
+__attribute__((target("avx2"))) static void unweave(const uint8_t *in, __m256i v[4][8], int width) {
+    int64_t half = 128 * (int64_t)width;
+    if (width == 1)
+        for (int i = 0; i < 8; i++) v[0][i] = two(in + 16 * i, in + half + 16 * i);
+    else if (width == 2) {
+        __m256i apart = same(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+        for (int i = 0; i < 8; i++) {
+            __m256i a = _mm256_shuffle_epi8(two(in + 32 * i, in + half + 32 * i), apart);
+            __m256i b = _mm256_shuffle_epi8(two(in + 32 * i + 16, in + half + 32 * i + 16), apart);
+            v[0][i] = _mm256_unpacklo_epi64(a, b);
+            v[1][i] = _mm256_unpackhi_epi64(a, b);
+        }
+    } else {
+        __m256i apart = same(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+        for (int i = 0; i < 8; i++) {
+            __m256i q[4];
+            for (int n = 0; n < 4; n++) q[n] = _mm256_shuffle_epi8(two(in + 64 * i + 16 * n, in + half + 64 * i + 16 * n), apart);
+            __m256i a = _mm256_unpacklo_epi32(q[0], q[1]), b = _mm256_unpacklo_epi32(q[2], q[3]);
+            __m256i c = _mm256_unpackhi_epi32(q[0], q[1]), d = _mm256_unpackhi_epi32(q[2], q[3]);
+            v[0][i] = _mm256_unpacklo_epi64(a, b);
+            v[1][i] = _mm256_unpackhi_epi64(a, b);
+            v[2][i] = _mm256_unpacklo_epi64(c, d);
+            v[3][i] = _mm256_unpackhi_epi64(c, d);
+        }
+    }
+}
+
+/* One byte of 256 values to 32 bytes of each of 8 planes. SQUARES transposes the 8 x 8 bits of each 64; ORDER is that of the 8 values first. */
+#define SPREAD(SQUARES, ORDER)                                                                                                            \
+    __m256i pairs = same(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)), r[8], s[8];                               \
+    for (int i = 0; i < 8; i++) r[i] = _mm256_shuffle_epi8(SQUARES(ORDER(v[i])), pairs);                                                  \
+    for (int i = 0; i < 4; i++) {                                                                                                         \
+        s[i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]); /* planes 0 to 3 */                                                         \
+        s[4 + i] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);                                                                         \
+    }                                                                                                                                     \
+    for (int h = 0; h < 8; h += 4) {                                                                                                      \
+        __m256i a = _mm256_unpacklo_epi32(s[h], s[h + 1]), b = _mm256_unpacklo_epi32(s[h + 2], s[h + 3]);                                 \
+        __m256i c = _mm256_unpackhi_epi32(s[h], s[h + 1]), d = _mm256_unpackhi_epi32(s[h + 2], s[h + 3]);                                 \
+        _mm256_storeu_si256((__m256i *)(planes + (h + 0) * plane), _mm256_unpacklo_epi64(a, b));                                          \
+        _mm256_storeu_si256((__m256i *)(planes + (h + 1) * plane), _mm256_unpackhi_epi64(a, b));                                          \
+        _mm256_storeu_si256((__m256i *)(planes + (h + 2) * plane), _mm256_unpacklo_epi64(c, d));                                          \
+        _mm256_storeu_si256((__m256i *)(planes + (h + 3) * plane), _mm256_unpackhi_epi64(c, d));                                          \
+    }
+
+__attribute__((target("avx2"), always_inline)) static inline __m256i as_is(__m256i x) { return x; }
+
+__attribute__((target("avx2"), always_inline)) static inline __m256i reversed(__m256i x) {
+    return _mm256_shuffle_epi8(x, same(_mm_setr_epi8(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8)));
+}
+
+__attribute__((target("avx2"))) static void spread_avx2(const __m256i *v, uint8_t *planes, int64_t plane) { SPREAD(squares_avx2, as_is) }
+__attribute__((target("avx2,gfni"))) static void spread_gfni(const __m256i *v, uint8_t *planes, int64_t plane) {
+    SPREAD(squares_gfni, reversed)
+}
+
+typedef void (*spreader)(const __m256i *v, uint8_t *planes, int64_t plane);
+
+__attribute__((target("avx2"))) static void shuffle_256(const uint8_t *in, uint8_t *planes, int64_t plane, int width, spreader spread) {
+    __m256i v[2][4][8];
+    int64_t k = 0;
+    for (; k + 64 <= plane; k += 64) {
+        for (int n = 0; n < 2; n++) unweave(in + 8 * (k + 32 * n) * width, v[n], width);
+        for (int b = 0; b < width; b++)
+            for (int n = 0; n < 2; n++) spread(v[n][b], planes + 8 * b * plane + k + 32 * n, plane);
+    }
+    shuffle_plain(in, planes, plane, width, k);
+}
+
+__attribute__((target("avx2"))) static void shuffle_avx2(const uint8_t *in, uint8_t *planes, int64_t plane, int width) {
+    shuffle_256(in, planes, plane, width, spread_avx2);
+}
+
+__attribute__((target("avx2"))) static void shuffle_gfni(const uint8_t *in, uint8_t *planes, int64_t plane, int width) {
+    shuffle_256(in, planes, plane, width, spread_gfni);
+}
+
 static uint32_t (*crc32c)(uint32_t, const uint8_t *, int64_t);
 static void (*unshuffle)(const uint8_t *, uint8_t *, int64_t, int);
+static void (*shuffle)(const uint8_t *, uint8_t *, int64_t, int);
 
 /* 1: AVX2 and PCLMULQDQ; 2: also GFNI, AVX-512 and VPCLMULQDQ; 0: less, which is not worth leaving numcodecs for. */
 static int level_of_processor(void) {
@@ -330,6 +426,74 @@ static int lz4_decode(const uint8_t *in, int64_t in_size, uint8_t *out, int64_t 
     return BAD_DATA;
 }
 
+/* A greedy match finder for planes of bits. What repeats in them are long runs; matches of four bytes, which skewed bits are full of, cost
+ * more time on both sides than they save: with 6 as the least, sizes are the same within 0.2 %, encoding is up to 1.3 and decoding up to 1.6
+ * times as fast as with 4. Steps grow where nothing is found. */
+#define MATCH_MIN 6
+#define HASH_BITS 12
+#define DISTANCE_MAX 65535
+#define LAST_LITERALS 5 /* the format: a block ends with at least 5 literals, its last match begins 12 bytes before the end or earlier */
+#define LAST_MATCH 12
+
+static uint32_t hash_of(uint64_t value) { return (uint32_t)((value << (64 - 8 * MATCH_MIN)) * 0x9E3779B185EBCA87ull >> (64 - HASH_BITS)); }
+
+static uint8_t *put_more(uint8_t *to, int64_t length) {
+    for (length -= 15; length >= 255; length -= 255) *to++ = 255;
+    *to++ = (uint8_t)length;
+    return to;
+}
+
+/* One sequence; match 0: the last one. Its end, or NULL if ``stop`` comes before it. */
+static uint8_t *put_sequence(uint8_t *to, const uint8_t *stop, const uint8_t *literals, int64_t count, int64_t distance, int64_t match) {
+    if (stop - to < count + count / 255 + match / 255 + 8) return NULL;
+    uint8_t *token = to++;
+    int64_t low = match > 0 ? match - 4 : 0;
+    *token = (uint8_t)((count < 15 ? count : 15) << 4 | (low < 15 ? low : 15));
+    if (count >= 15) to = put_more(to, count);
+    memcpy(to, literals, (size_t)count);
+    to += count;
+    if (match == 0) return to;
+    *to++ = (uint8_t)distance;
+    *to++ = (uint8_t)(distance >> 8);
+    return low >= 15 ? put_more(to, low) : to;
+}
+
+static int64_t same_bytes(const uint8_t *a, const uint8_t *b, const uint8_t *stop) { /* from a and b on, a up to stop */
+    const uint8_t *from = a;
+    for (; a + 8 <= stop; a += 8, b += 8) {
+        uint64_t differ = load64(a) ^ load64(b);
+        if (differ) return a - from + __builtin_ctzll(differ) / 8;
+    }
+    while (a < stop && *a == *b) a++, b++;
+    return a - from;
+}
+
+/* The size of the block, or 0 if it takes ``room`` bytes or more. ``table``: 1 << HASH_BITS positions. */
+static int64_t lz4_encode(const uint8_t *in, int64_t size, uint8_t *out, int64_t room, uint32_t *table) {
+    const uint8_t *end = in + size, *anchor = in, *at = in + 1, *last = end - LAST_MATCH - 8, *match_stop = end - LAST_LITERALS;
+    uint8_t *to = out, *stop = out + room;
+    memset(table, 0, sizeof(uint32_t) << HASH_BITS);
+    uint32_t misses = 1 << 6;
+    while (at <= last) {
+        uint64_t value = load64(at);
+        uint32_t *slot = &table[hash_of(value)];
+        const uint8_t *from = in + *slot;
+        *slot = (uint32_t)(at - in);
+        if (at - from > DISTANCE_MAX || (load64(from) ^ value) << (64 - 8 * MATCH_MIN)) {
+            at += misses++ >> 6;
+            continue;
+        }
+        while (at > anchor && from > in && at[-1] == from[-1]) at--, from--;
+        int64_t length = same_bytes(at, from, match_stop);
+        if ((to = put_sequence(to, stop, anchor, at - anchor, at - from, length)) == NULL) return 0;
+        at += length;
+        anchor = at;
+        misses = 1 << 6;
+    }
+    to = put_sequence(to, stop, anchor, end - anchor, 0, 0);
+    return to == NULL ? 0 : to - out;
+}
+
 /* ---- Blosc -------------------------------------------------------------------------------------------------------------------------- */
 
 enum { HEADER = 16, MEMCPYED = 2, BITSHUFFLE = 4, DONT_SPLIT = 16, SPLITS_MAX = 16, SPLIT_VALUES_MIN = 128 };
@@ -385,6 +549,53 @@ static int blosc_decode(const uint8_t *in, int64_t in_size, uint8_t *out, int64_
     return OK;
 }
 
+static void store32(uint8_t *p, int64_t v) { uint32_t u = (uint32_t)v; memcpy(p, &u, 4); }
+
+/* A block's planes in ``scratch``, or the block where it does not divide by 8 values. */
+static const uint8_t *bits_of(const uint8_t *block, int64_t length, int width, uint8_t *scratch) {
+    int64_t values = length / width;
+    if (values % 8 != 0 || values == 0) return block;
+    shuffle(block, scratch, values / 8, width);
+    memcpy(scratch + values * width, block + values * width, (size_t)(length - values * width));
+    return scratch;
+}
+
+/* A chunk as c-blosc 1.21 writes it with LZ4 and bitshuffle: blocks that are not split. ``out`` has room for HEADER + size bytes,
+ * size > 0. */
+static int64_t blosc_encode(const uint8_t *in, int64_t size, int width, int64_t block, uint8_t *out, uint8_t *scratch, uint32_t *table) {
+    int64_t blocks = (size + block - 1) / block, room = HEADER + size, at = HEADER + 4 * blocks;
+    int flags = CODEC_LZ4 << 5 | DONT_SPLIT | BITSHUFFLE;
+    for (int64_t n = 0; n < blocks && at < room; n++) {
+        int64_t left = size - n * block, length = left < block ? left : block, rest = room - at - 4;
+        const uint8_t *planes = bits_of(in + n * block, length, width, scratch);
+        int64_t made = rest > 0 && length > 64 ? lz4_encode(planes, length, out + at + 4, rest < length ? rest : length, table) : 0;
+        if (made == 0 && rest >= length) { /* as it is, which its size says */
+            memcpy(out + at + 4, planes, (size_t)length);
+            made = length;
+        }
+        if (made == 0) {
+            at = room;
+            break;
+        }
+        store32(out + HEADER + 4 * n, at);
+        store32(out + at, made);
+        at += 4 + made;
+    }
+    if (at >= room) { /* it does not get smaller */
+        flags |= MEMCPYED;
+        memcpy(out + HEADER, in, (size_t)size);
+        at = room;
+    }
+    out[0] = 2;
+    out[1] = 1;
+    out[2] = (uint8_t)flags;
+    out[3] = (uint8_t)width;
+    store32(out + 4, size);
+    store32(out + 8, block);
+    store32(out + 12, at);
+    return at;
+}
+
 /* ---- what Python calls -------------------------------------------------------------------------------------------------------------- */
 
 /* Of which source this is: the crc32 of this file, given by whoever compiles it. */
@@ -403,6 +614,7 @@ int fsref_use(int level) {
     ahead_one = fold_constant(8 * THIRD - 32);
     ahead_two = fold_constant(2 * 8 * THIRD - 32);
     crc32c = found == 2 ? crc_512 : crc_three;
+    shuffle = found == 2 ? shuffle_gfni : shuffle_avx2;
     unshuffle = found == 2 ? unshuffle_gfni : unshuffle_avx2;
     return found;
 }
@@ -485,4 +697,13 @@ int fsref_fetch(int fd, const range *ranges, int64_t count, const job *jobs, int
     _mm_sfence();
     *done = n;
     return code;
+}
+
+/* Packs ``size`` bytes, values of ``width`` (1, 2, 4), in blocks of ``block`` bytes, a multiple of width and at most size. ``out``: room for
+ * 16 + size bytes and 4 of crc32c, which follow. ``scratch``: ``block`` bytes and 16 KiB. Returns the packed size, without the crc. */
+int64_t fsref_pack(const uint8_t *in, int64_t size, int width, int64_t block, uint8_t *out, uint8_t *scratch) {
+    int64_t made = blosc_encode(in, size, width, block, out, scratch + (sizeof(uint32_t) << HASH_BITS), (uint32_t *)scratch);
+    uint32_t crc = crc32c(0, out, made);
+    memcpy(out + made, &crc, 4);
+    return made;
 }

@@ -17,6 +17,11 @@ from numpy.typing import NDArray
 SOURCE: Final = Path(__file__).with_name("kernels.c")
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 
+CRC_BYTES: Final = 4
+TABLE_BYTES: Final = 16 << 10
+"""Of scratch memory for the encoder's hash table."""
+PACKED_EXTRA: Final = 16 + CRC_BYTES
+"""A chunk that does not pack takes Blosc's header and the crc more than its values."""
 OK: Final = 0
 BAD_HEADER: Final = 2
 NOT_MINE: Final = 5
@@ -28,6 +33,8 @@ REASONS: Final = {
     4: "has another size than its place",
 }
 CODECS: Final = {"none": 0, "lz4": 1}
+WIDTHS: Final = (1, 2, 4)
+"""Bytes of a value whose bits the kernels shuffle."""
 SLACK: Final = 32
 """Bytes of scratch memory beyond a block, see ``kernels.c``."""
 JOB_VALUES: Final = 5
@@ -56,6 +63,7 @@ class Kernels:
         self._crc32c: Any = library.fsref_crc32c
         self._unpack: Any = library.fsref_unpack
         self._fetch: Any = library.fsref_fetch
+        self._pack: Any = library.fsref_pack
         self._use.argtypes, self._use.restype = [ctypes.c_int], ctypes.c_int
         self._crc32c.argtypes, self._crc32c.restype = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64], ctypes.c_uint32
         self._unpack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
@@ -63,6 +71,7 @@ class Kernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._fetch.argtypes = [ctypes.c_int, pointer, number, pointer, ctypes.c_int, pointer, pointer, number, pointer]
         self._fetch.restype = ctypes.c_int
+        self._pack.argtypes, self._pack.restype = [pointer, number, ctypes.c_int, number, pointer, pointer], number
         self.level: int = 0
         self.use(2)
 
@@ -90,6 +99,18 @@ class Kernels:
         jobs, size = table.buffer_info()[0], len(scratch.bytes)
         self._fetch(fd, address, length // RANGE_VALUES, jobs, codec, stored.address, scratch.address, size, ctypes.byref(done))
         return done.value
+
+    def pack(self, values: NDArray[Any], width: int, block: int, *, scratch: Memory) -> NDArray[np.uint8]:
+        """A contiguous array in a Blosc chunk with LZ4 and bitshuffle, its crc32c behind it: uint8 [packed bytes + 4].
+
+        ``width``: 1, 2 or 4 bytes taken as one value; ``block``: bytes of a Blosc block, a multiple of it. ``scratch``: ``block`` bytes and
+        ``TABLE_BYTES``.
+        """
+        assert values.flags.c_contiguous
+        assert len(scratch.bytes) >= block + TABLE_BYTES
+        out = np.empty(PACKED_EXTRA + values.nbytes, np.uint8)
+        made = self._pack(values.ctypes.data, values.nbytes, width, block, out.ctypes.data, scratch.address)
+        return out[: made + CRC_BYTES]
 
 
 def source_number(source: bytes) -> int:

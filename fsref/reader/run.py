@@ -73,16 +73,19 @@ class _Task(NamedTuple):
 
 
 def _tasks(plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> Iterator[_Task]:
+    """Parts of about ``TASK_BYTES`` each, as even as requests allow: a small last one leaves a thread idle and opens a file for little."""
     for number, segment in enumerate(plan.segments):
-        group: list[Request] = []
-        size = 0
         to = Destination.of(segment, number, out)
+        total = sum(r.size for r in segment.requests)
+        part_bytes = total / max(1, round(total / TASK_BYTES))
+        group: list[Request] = []
+        done, bound = 0, part_bytes
         for request in segment.requests:
-            if group and size + request.size > TASK_BYTES:
-                yield _Task(to, tuple(group), step, tally)
-                group, size = [], 0
             group.append(request)
-            size += request.size
+            done += request.size
+            if done >= bound:
+                yield _Task(to, tuple(group), step, tally)
+                group, bound = [], bound + part_bytes
         if group:
             yield _Task(to, tuple(group), step, tally)
 

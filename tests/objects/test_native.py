@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fsref.doctor import kernels as doctor_line
 from fsref.objects import ChunkJob, Fetch, Memory, encode_chunk, fetch, native, unpack
-from fsref.objects.codec import crc32c
+from fsref.objects.codec import crc32c, shuffle_width
 from fsref.reader import Reader
 from fsref.refs import Codec, Dense, Ragged, TokenRange
 from fsref.store import open_root
@@ -57,9 +57,12 @@ def test_the_kernels_are_compiled_where_there_is_a_compiler() -> None:
 def test_the_checksum_is_crc32c_at_every_length(level: int) -> None:
     data = np.random.default_rng(level).integers(0, 256, 70_000, np.uint8)
     for size in (*range(600), 3071, 3072, 3073, 4096, 6143, 65_536, 70_000):
-        assert crc32c(data[:size]) == google_crc32c.value(data[:size].tobytes()), size
+        expected = google_crc32c.value(data[:size].tobytes())
+        assert kernels().crc32c(0, data.ctypes.data, size) == crc32c(data[:size]) == expected, size
     for cut in (0, 1, 255, 512, 5000, 69_999):
         assert crc32c(data[cut:], crc32c(data[:cut])) == google_crc32c.value(data.tobytes())
+        head = kernels().crc32c(0, data.ctypes.data, cut)
+        assert kernels().crc32c(head, data.ctypes.data + cut, len(data) - cut) == google_crc32c.value(data.tobytes())
 
 
 def arrays(rng: np.random.Generator) -> dict[str, NDArray[Any]]:
@@ -99,6 +102,43 @@ def test_any_chunk_decodes_to_the_bytes_that_were_packed(count: int, dtype: str,
     kernels()
     packed = blosc.compress(values, b"lz4", blosc_level, blosc.BITSHUFFLE, typesize=values.itemsize)
     assert_decodes(np.frombuffer(packed, np.uint8), values, "")
+
+
+@pytest.mark.parametrize("codec_level", [1, 5, 9])
+def test_what_the_kernels_pack_is_as_small_as_c_blosc_makes_it_and_numcodecs_decodes_it(level: int, codec_level: int) -> None:
+    codec = Codec(level=codec_level)
+    for name, values in arrays(np.random.default_rng(level)).items():
+        packed, crc = encode_chunk(values, codec)
+        assert int.from_bytes(bytes(crc), "little") == google_crc32c.value(bytes(packed)), name
+        width = shuffle_width(values.nbytes, values.itemsize)
+        theirs = blosc.compress(values, b"lz4", codec_level, blosc.BITSHUFFLE, typesize=width)
+        assert len(packed) <= 1.04 * len(theirs) + 64, name
+        assert bytes(packed)[:2] + bytes(packed)[3:8] == theirs[:2] + theirs[3:8], name  # versions, typesize, nbytes
+        out = np.empty(values.nbytes, np.uint8)
+        if values.nbytes:  # numcodecs takes nothing for a failure
+            blosc.decompress(bytes(packed), out)
+        assert out.tobytes() == values.tobytes(), name
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 6000),
+    st.sampled_from(["uint8", "uint16", "int32"]),
+    st.integers(1, 300),
+    st.integers(1, 200),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_packed_chunk_is_decoded_by_numcodecs_and_by_the_kernels(count: int, dtype: str, values_max: int, run: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = np.repeat(rng.integers(0, values_max, count // run + 1), run)[:count].astype(dtype)
+    width = values.itemsize
+    scratch = Memory(np.empty(values.nbytes + native.TABLE_BYTES, np.uint8))
+    block = max(width, values.nbytes // (1 + seed % 3) // width * width)
+    packed = kernels().pack(values, width, block, scratch=scratch)[:-4]
+    out = np.empty_like(values)
+    blosc.decompress(packed, out)
+    assert out.tobytes() == values.tobytes()
+    assert_decodes(packed, values, "")
 
 
 def assert_decodes(packed: NDArray[np.uint8], values: NDArray[Any], what: str) -> None:
@@ -291,6 +331,11 @@ for n in range(6000):
     code, _ = kernels.unpack(table, 1, scratch=scratch)
     counts[n % 2, code] = counts.get((n % 2, code), 0) + 1
     kernels.crc32c(0, bad.ctypes.data, len(bad))
+    again = np.empty(size, np.uint8)
+    block = pick(size, max(1, size // 3))
+    made = kernels.pack(out, 1, block, scratch=native.Memory(np.empty(block + native.TABLE_BYTES, np.uint8)))[:-4].copy()
+    blosc.decompress(made, again)
+    assert np.array_equal(out, again)
 print(min(counts.get((which, code), 0) for which in (0, 1) for code in (0, 3)), counts.get((1, 2), 0))
 """
 """Prints how many chunks of either kind were decoded, or found damaged, at least; and how many headers were refused."""
