@@ -182,5 +182,7 @@ def armed(name: str) -> bool:
     return name in _armed
 
 
-failpoint: Final[Callable[[str], None]] = _on if _armed else _off
+ARMED: Final = bool(_armed)
+"""Whether any place is armed: what runs several times for each object asks this before it calls ``failpoint``."""
+failpoint: Final[Callable[[str], None]] = _on if ARMED else _off
 """Marks a place in the product's code; a call that returns at once where nothing is armed."""

@@ -36,6 +36,7 @@ def test_every_failpoint_is_in_the_docs_with_its_meaning() -> None:
 def test_nothing_is_armed_here() -> None:
     assert failpoints.failpoint is failpoints._off
     assert fsref._fp is failpoints.failpoint
+    assert not failpoints.ARMED
     assert not any(map(failpoints.armed, POINTS))
     failpoints.failpoint("keep.after_append")
 

@@ -11,14 +11,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from fsref import __version__
 from fsref.errors import JournalPoisoned, LedgerError, StoreDenied, StoreError, StoreFull
-from fsref.failpoints import failpoint
+from fsref.failpoints import ARMED, failpoint
 from fsref.journal import identity
 from fsref.journal.place import Ledger
 from fsref.journal.segments import Sealer
@@ -152,29 +152,40 @@ class Journal:
     def poisoned(self) -> bool:
         return bool(self._poison)
 
-    def append(self, *parts: AnyRecord) -> int:
-        """Appends records, one ``write(2)`` each, without others in between. Returns the offset of the first.
+    def append(self, record: AnyRecord) -> int:
+        """Appends a record with one ``write(2)``. Returns its offset.
 
-        Raises ``JournalPoisoned`` if a write fails or is short, and ever after.
+        Raises ``JournalPoisoned`` if the write fails or is short, and ever after.
         """
-        lines = [encode_line(parts[0])] if len(parts) == 1 else [encode_line(r) for r in parts]
+        line = encode_line(record)
         with self._lock:
-            if self._poison:
-                raise JournalPoisoned(self._poison)
-            start = self._size
+            return self._write(line)
+
+    def append_all(self, parts: Iterable[AnyRecord]) -> None:
+        """``append`` for each, without others in between; none if one of them cannot be encoded."""
+        lines = [encode_line(r) for r in parts]
+        with self._lock:
             for line in lines:
-                try:
-                    failpoint("journal.append.before")
-                    count = os.write(self._fd, line)
-                    failpoint("journal.append.after")
-                except OSError as e:
-                    self._poison = f"append to {self.path} failed: {e.strerror}"
-                    raise JournalPoisoned(self._poison) from e
-                if count != len(line):
-                    self._poison = f"append to {self.path} was short ({count} of {len(line)} bytes): a full disk or a limit"
-                    raise JournalPoisoned(self._poison)
-                self._size += count
-            return start
+                self._write(line)
+
+    def _write(self, line: bytes) -> int:
+        if self._poison:
+            raise JournalPoisoned(self._poison)
+        start = self._size
+        try:
+            if ARMED:
+                failpoint("journal.append.before")
+            count = os.write(self._fd, line)
+            if ARMED:
+                failpoint("journal.append.after")
+        except OSError as e:
+            self._poison = f"append to {self.path} failed: {e.strerror}"
+            raise JournalPoisoned(self._poison) from e
+        if count != len(line):
+            self._poison = f"append to {self.path} was short ({count} of {len(line)} bytes): a full disk or a limit"
+            raise JournalPoisoned(self._poison)
+        self._size = start + count
+        return start
 
     def sync(self, upto: int | None = None, *, retry_s: float | None = None) -> None:
         """Makes records durable (W1, W2): all that were appended so far, or those before the offset ``upto``.

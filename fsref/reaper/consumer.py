@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsref.config import LedgerSection
 from fsref.errors import FsrefError
-from fsref.failpoints import failpoint
+from fsref.failpoints import ARMED, failpoint
 from fsref.journal.file import SMALL_SET_MAX, now_ms, parts_of
 from fsref.journal.markers import read_adopted
 from fsref.journal.read import LedgerReader
@@ -79,12 +79,14 @@ class ConsumerHolder(Holder):
             fresh = self._rights.take(sizes)
             if fresh:
                 request = records.request_text(request_id)
-                failpoint("take.before_append")
+                if ARMED:
+                    failpoint("take.before_append")
                 if len(fresh) <= SMALL_SET_MAX:
                     self._journal.append(records.Take(now_ms(), request, pack_known(fresh)))
                 else:
-                    self._journal.append(*parts_of(lambda piece, part: records.Take(now_ms(), request, piece, part), fresh))
-                failpoint("take.after_append")
+                    self._journal.append_all(parts_of(lambda piece, part: records.Take(now_ms(), request, piece, part), fresh))
+                if ARMED:
+                    failpoint("take.after_append")
             return fresh
 
     def _refuse_adopted(self, object_ids: Iterable[str]) -> None:
@@ -118,7 +120,7 @@ class ConsumerHolder(Holder):
             ids = self._rights.ship(step, sizes)
             n, checksum, byte_count = len(ids), sum_of(ids), sum(sizes.values())
             failpoint("ship.before_append")
-            self._journal.append(*parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
+            self._journal.append_all(parts_of(lambda piece, part: records.Ship(now_ms(), step, n, byte_count, checksum, piece, part), ids))
             self._shipped += n
             self._shipped_bytes += byte_count
             self._deleter.promote()
@@ -161,7 +163,7 @@ class ConsumerHolder(Holder):
                 partial=remains.partial,
             )
             self._rights.refuse(inc)
-            self._journal.append(*adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
+            self._journal.append_all(adopt_records(inc, how=remains.how, end=remains.journal.end, settlement=found, ms=now_ms()))
             failpoint("adopt.after_append")
             orphans, unjournaled = [f"{inc}/{s}" for s in found.orphans], [f"{inc}/{s}" for s in found.unjournaled]
             self._settled += len(orphans) + len(unjournaled)

@@ -226,7 +226,7 @@ def write_done(journal: Journal, object_ids: Sequence[str], *, absent: Sequence[
     def make(piece: dict[str, str], part: tuple[int, int] | None) -> records.AnyRecord:
         return records.Done(now_ms(), i=piece, a=_within(piece, absent), k=attempt, part=part)
 
-    journal.append(*parts_of(make, object_ids))
+    journal.append_all(parts_of(make, object_ids))
 
 
 def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reason) -> None:
@@ -236,7 +236,7 @@ def write_drop(journal: Journal, object_ids: Sequence[str], reason: records.Reas
         return
     for at in range(0, len(object_ids), IDS_SET_MAX):
         some = object_ids[at : at + IDS_SET_MAX]
-        journal.append(*parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), some))
+        journal.append_all(parts_of(lambda piece, part: records.Drop(now_ms(), reason, i=piece, part=part), some))
 
 
 def _within(piece: dict[str, str], absent: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from fsref.errors import StoreError
-from fsref.failpoints import failpoint
+from fsref.failpoints import ARMED, failpoint
 from fsref.journal.file import now_ms
 from fsref.ledger import records
 from fsref.ledger.ids import IDS_RECORD_MAX, pack_seqs
@@ -60,9 +60,11 @@ class EnvHolder(Holder):
         with self._lock:
             self._rights.keep(seq, byte_count=byte_count)
             self._bytes += byte_count
-            failpoint("keep.before_append")
+            if ARMED:
+                failpoint("keep.before_append")
             self._journal.append(record)
-            failpoint("keep.after_append")
+            if ARMED:
+                failpoint("keep.after_append")
 
     def sent(self, request_id: str, object_ids: Iterable[str]) -> None:
         """Call right before the reply with these ids is handed to the transport. In memory only.
@@ -70,9 +72,11 @@ class EnvHolder(Holder):
         From here on only ``nack`` may remove them. Raises ``NotHolder`` for ids that are not kept here or were sent before.
         """
         with self._lock:
-            failpoint("sent.before")
+            if ARMED:
+                failpoint("sent.before")
             self._rights.sent(request_id, object_ids)
-            failpoint("sent.after")
+            if ARMED:
+                failpoint("sent.after")
 
     def delivered(self, request_id: str) -> None:
         """The client acknowledged the reply: forget its ids. Optional; unacknowledged ones are bounded and settled by adoption."""

@@ -14,7 +14,7 @@ from typing import Self
 
 from fsref.config import LedgerSection
 from fsref.errors import Fenced, JournalPoisoned, StoreError
-from fsref.failpoints import failpoint
+from fsref.failpoints import ARMED, failpoint
 from fsref.journal.file import Journal, make_folder, now_ms
 from fsref.journal.identity import label_of, mint
 from fsref.journal.place import Ledger
@@ -68,9 +68,11 @@ class Holder:
     def _drop(self, object_ids: Sequence[str], reason: records.Reason) -> None:
         """Records the decision and hands the ids to the deleter."""
         if object_ids:
-            failpoint("drop.before_append")
+            if ARMED:
+                failpoint("drop.before_append")
             write_drop(self._journal, object_ids, reason)
-            failpoint("drop.after_append")
+            if ARMED:
+                failpoint("drop.after_append")
             self._deleter.put(object_ids)
 
     def _check_reason(self, reason: str, legal: frozenset[str]) -> None:

@@ -45,21 +45,22 @@ def check_incarnation(inc: str) -> str:
 
 def split_object_id(object_id: str) -> tuple[str, int]:
     """``"inc/seq"`` to its parts; raises ``BadRef`` for anything outside the grammar."""
-    inc, text = _match(object_id)
-    return inc, int(text)
+    match = _OBJECT.fullmatch(object_id)
+    if match is None:
+        raise _not_an_id(object_id)
+    return match[1], int(match[2])
 
 
 def object_name(object_id: str) -> str:
     """The object's name below the run's root: ``obj/<inc>/<seq:010d>.zip``."""
-    inc, text = _match(object_id)
-    return f"obj/{inc}/{text.zfill(10)}.zip"
-
-
-def _match(object_id: str) -> tuple[str, str]:
     match = _OBJECT.fullmatch(object_id)
     if match is None:
-        raise BadRef(f"object id {object_id[:96]!r} does not match {OBJECT_PATTERN}")
-    return match[1], match[2]
+        raise _not_an_id(object_id)
+    return f"obj/{match[1]}/{match[2].zfill(10)}.zip"
+
+
+def _not_an_id(object_id: str) -> BadRef:
+    return BadRef(f"object id {object_id[:96]!r} does not match {OBJECT_PATTERN}")
 
 
 def token_hash(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:

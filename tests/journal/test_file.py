@@ -14,7 +14,7 @@ from fsref.errors import JournalPoisoned, StoreDenied, StoreError
 from fsref.journal.file import Journal, make_folder
 from fsref.journal.place import Ledger
 from fsref.journal.read import LedgerReader
-from fsref.ledger.records import Close, Keep, decode_line
+from fsref.ledger.records import LINE_BYTES_MAX, Close, Keep, Take, decode_line
 
 INC = "env.a.0000000000000001"
 UUID = "0" * 32
@@ -45,6 +45,18 @@ def test_a_record_is_one_write_at_the_end(ledger: Path, monkeypatch: pytest.Monk
         assert journal.path.read_bytes()[at:].startswith(b"%08x" % int(journal.path.read_bytes()[at : at + 8], 16))
         assert fcntl.fcntl(journal._fd, fcntl.F_GETFL) & os.O_APPEND
         assert fcntl.fcntl(journal._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+def test_a_set_of_records_is_appended_in_order_or_not_at_all(ledger: Path) -> None:
+    with Journal(Ledger(ledger), INC, run_uuid=UUID) as journal:
+        before = journal.size
+        with pytest.raises(ValueError, match="does not fit a line"):
+            journal.append_all([KEEP, Take(1, "q", {INC: "," * LINE_BYTES_MAX})])
+        assert journal.size == journal.path.stat().st_size == before
+        parts = [Take(1, "q", {INC: str(k)}, part=(k, 3)) for k in (1, 2, 3)]
+        journal.append_all(parts)
+        assert [decode_line(line) for line in journal.path.read_bytes()[before:].splitlines()] == parts
+        assert journal.size == journal.path.stat().st_size
 
 
 @pytest.mark.payload("F8")

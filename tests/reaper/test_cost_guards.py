@@ -16,11 +16,15 @@ from tests.reaper.stage import Stage
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Appended records by type, syncs of journals, looks at the own fence."""
     found: Counter[str] = Counter()
-    append, fdatasync, fence = Journal.append, os.fdatasync, Deleter.fence
+    append, append_all, fdatasync, fence = Journal.append, Journal.append_all, os.fdatasync, Deleter.fence
 
-    def counted_append(self: Journal, *records: AnyRecord) -> int:
-        found.update(type(r).__name__ for r in records)
-        return append(self, *records)
+    def counted_append(self: Journal, record: AnyRecord) -> int:
+        found[type(record).__name__] += 1
+        return append(self, record)
+
+    def counted_append_all(self: Journal, parts: list[AnyRecord]) -> None:
+        found.update(type(r).__name__ for r in parts)
+        append_all(self, parts)
 
     def counted_sync(fd: int) -> None:
         found["sync"] += 1
@@ -31,6 +35,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         fence(self)
 
     monkeypatch.setattr(Journal, "append", counted_append)
+    monkeypatch.setattr(Journal, "append_all", counted_append_all)
     monkeypatch.setattr(os, "fdatasync", counted_sync)
     monkeypatch.setattr(Deleter, "fence", counted_look)
     return found
