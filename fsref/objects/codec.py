@@ -73,17 +73,21 @@ def shuffle_width(chunk_nbytes: int, itemsize: int) -> int:
 
 
 class ChunkJob(NamedTuple):
-    """One chunk to its place."""
+    """One chunk, or a run of its decoded bytes, to its place."""
 
     offset: int
     """Of its stored bytes in those of the request."""
     size: int
     """Stored bytes, crc included."""
+    nbytes: int
+    """Decoded bytes."""
+    skip: int
+    """First decoded byte that is wanted."""
+    take: int
+    """Wanted bytes; with all of them the chunk is whole."""
     out: Memory
     at: int
-    """First byte of ``out`` that it goes to."""
-    nbytes: int
-    """Decoded bytes, all of which ``out`` has room for."""
+    """First byte of ``out`` that they go to."""
 
 
 def unpack(
@@ -91,9 +95,9 @@ def unpack(
 ) -> tuple[int, str] | None:
     """Checks and decodes chunks of a request's bytes ``stored`` [n] to their places, in order.
 
-    ``placed``: the decoded bytes are in their places already, and only their crcs, in ``stored``, are checked. Returns the index of the
-    first chunk that is damaged and what is wrong with it; None if all is well. The crc finds damage, not forgery: every size that a chunk
-    names is checked before it is followed.
+    ``placed``: the decoded bytes of whole ones are in their places already, and only their crcs, in ``stored``, are checked. Returns the
+    index of the first chunk that is damaged and what is wrong with it; None if all is well. The crc finds damage, not forgery: every size
+    that a chunk names is checked before it is followed.
     """
     kernels, number = native.KERNELS, native.CODECS.get(codec.name)
     if kernels is None or number is None:
@@ -107,13 +111,19 @@ def unpack(
         if code == native.OK:
             return None
         if code == native.SCRATCH:
-            _scratch.take(jobs[done].nbytes + native.SLACK)
+            _scratch.take(2 * (_block_of(stored, jobs[done]) + native.SLACK))
         elif code == native.NOT_MINE:
             if failed := _unpack_by_one(stored, jobs[done : done + 1], codec, placed=placed, check=check):
                 return done, failed[1]
             done += 1
         else:
             return done, _reason(code, stored, jobs[done], codec)
+
+
+def _block_of(stored: NDArray[np.uint8], job: ChunkJob) -> int:
+    """Bytes of a Blosc block, of a chunk whose header was checked: at most the chunk's."""
+    found: int = _BLOSC_HEADER.unpack_from(stored, job.offset)[5]
+    return found
 
 
 def _reason(code: int, stored: NDArray[np.uint8], job: ChunkJob, codec: Codec) -> str:
@@ -128,15 +138,21 @@ def _reason(code: int, stored: NDArray[np.uint8], job: ChunkJob, codec: Codec) -
 
 def _add(table: "array[int]", base: int, room: int, jobs: Sequence[ChunkJob], *, placed: bool = False, check: bool = True) -> None:
     """Adds jobs on ``room`` stored bytes at address ``base`` to a table."""
-    for offset, size, out, at, nbytes in jobs:
-        if offset < 0 or size < CRC_BYTES or offset + size > room or at < 0 or at + nbytes > len(out.bytes):
-            raise IndexError(f"chunk [{offset}, +{size}) of {room} bytes to [{at}, +{nbytes}) of {len(out.bytes)}")
+    for offset, size, nbytes, skip, take, out, at in jobs:
+        if not (
+            0 <= offset <= room - size
+            and size >= CRC_BYTES
+            and 0 <= skip <= nbytes - take
+            and take >= 0
+            and 0 <= at <= len(out.bytes) - take
+        ):
+            raise IndexError(f"bytes [{skip}, +{take}) of {nbytes} of chunk [{offset}, +{size}) of {room} to {at} of {len(out.bytes)}")
         packed = base + offset
         crc = packed + size - CRC_BYTES if check else 0
-        if placed:
-            table.extend((out.address + at, nbytes, crc, 0, nbytes))
+        if placed and take == nbytes:
+            table.extend((out.address + at, nbytes, crc, nbytes, 0, nbytes, 0))
         else:
-            table.extend((packed, size - CRC_BYTES, crc, out.address + at, nbytes))
+            table.extend((packed, size - CRC_BYTES, crc, nbytes, skip, take, out.address + at))
 
 
 class Fetch(NamedTuple):
@@ -176,7 +192,7 @@ class _Scratch(threading.local):
     """One thread's memory for a block whose bits are taken apart or put together."""
 
     def __init__(self) -> None:
-        self.memory = Memory(np.empty((512 << 10) + max(native.SLACK, native.TABLE_BYTES), np.uint8))
+        self.memory = Memory(np.empty((1 << 20) + native.TABLE_BYTES, np.uint8))
 
     def take(self, size: int) -> Memory:
         """At least ``size`` bytes."""
@@ -192,10 +208,14 @@ def _unpack_by_one(
     stored: NDArray[np.uint8], jobs: Sequence[ChunkJob], codec: Codec, *, placed: bool, check: bool
 ) -> tuple[int, str] | None:
     for n, job in enumerate(jobs):
-        chunk, out = stored[job.offset : job.offset + job.size], job.out.bytes[job.at : job.at + job.nbytes]
+        chunk, out = stored[job.offset : job.offset + job.size], job.out.bytes[job.at : job.at + job.take]
+        whole = job.take == job.nbytes
         try:
-            if not placed:
-                _decode(chunk, out, codec, check=check)
+            if not (placed and whole):
+                decoded = out if whole else np.empty(job.nbytes, np.uint8)
+                _decode(chunk, decoded, codec, check=check)
+                if not whole:
+                    out[:] = decoded[job.skip : job.skip + job.take]
             elif check:
                 check_chunk(out, chunk[-CRC_BYTES:])
         except ObjectCorrupt as e:
@@ -210,7 +230,7 @@ def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec) -> 
     """
     if len(stored) < CRC_BYTES:
         raise ObjectCorrupt(f"a chunk has {len(stored)} bytes, less than its checksum")
-    failed = unpack(stored, (ChunkJob(0, len(stored), Memory(out), 0, out.nbytes),), codec)
+    failed = unpack(stored, (ChunkJob(0, len(stored), out.nbytes, 0, out.nbytes, Memory(out), 0),), codec)
     if failed is not None:
         raise ObjectCorrupt(failed[1])
 

@@ -23,14 +23,18 @@
 enum { OK = 0, BAD_CRC = 1, BAD_HEADER = 2, BAD_DATA = 3, BAD_SIZE = 4, NOT_MINE = 5, SCRATCH = 6, BAD_READ = 7 };
 enum { CODEC_NONE = 0, CODEC_LZ4 = 1 };
 
-/* One chunk, as five int64 of a table that the caller fills. */
+/* One chunk, as seven int64 of a table that the caller fills. */
 typedef struct {
     uint64_t packed;      /* address of the stored bytes, without their crc */
     int64_t packed_size;
     uint64_t crc;         /* address of the 4 bytes of the crc; 0: not checked */
-    uint64_t out;         /* address of the decoded bytes; 0: only the crc is checked */
-    int64_t out_size;
+    int64_t size;         /* of the decoded bytes, */
+    int64_t skip;         /* of which ``take`` from ``skip`` on are wanted, */
+    int64_t take;
+    uint64_t out;         /* at this address; 0: only the crc is checked */
 } job;
+
+static int is_whole(const job *j) { return j->skip == 0 && j->take == j->size; }
 
 /* One ranged read of a file, as three int64; its chunks are the next ``jobs`` of the table. */
 typedef struct {
@@ -515,7 +519,22 @@ static int blosc_block(const uint8_t *at, const uint8_t *end, uint8_t *to, int64
     return part * splits == size ? OK : BAD_DATA;
 }
 
-static int blosc_decode(const uint8_t *in, int64_t in_size, uint8_t *out, int64_t size, uint8_t *scratch, int64_t scratch_size) {
+/* A block's bytes back from its planes in ``scratch``. */
+static void join_bits(const uint8_t *scratch, uint8_t *out, int64_t length, int width) {
+    int64_t values = length / width;
+    if (values % 8 != 0 || values == 0) {
+        memcpy(out, scratch, (size_t)length);
+        return;
+    }
+    unshuffle(scratch, out, values / 8, width);
+    memcpy(out + values * width, scratch + values * width, (size_t)(length - values * width));
+}
+
+/* Only the blocks of which something is wanted are decoded; one of which not all is wanted goes through the second half of ``scratch``. */
+static int blosc_decode(const job *j, uint8_t *scratch, int64_t scratch_size) {
+    const uint8_t *in = (const uint8_t *)j->packed;
+    uint8_t *out = (uint8_t *)j->out;
+    int64_t in_size = j->packed_size, size = j->size, first = j->skip, last = j->skip + j->take;
     if (in_size < HEADER) return BAD_HEADER;
     int flags = in[2], width = in[3];
     int64_t block = load32(in + 8);
@@ -524,27 +543,27 @@ static int blosc_decode(const uint8_t *in, int64_t in_size, uint8_t *out, int64_
         return BAD_HEADER;
     if (flags & MEMCPYED) {
         if (in_size != HEADER + size) return BAD_HEADER;
-        memcpy(out, in + HEADER, (size_t)size);
+        memcpy(out, in + HEADER + first, (size_t)j->take);
         return OK;
     }
     if ((flags & (BITSHUFFLE | 1)) != BITSHUFFLE || (width != 1 && width != 2 && width != 4)) return NOT_MINE;
-    if (block + SLACK > scratch_size) return SCRATCH;
+    if ((block + SLACK) * (is_whole(j) ? 1 : 2) > scratch_size) return SCRATCH;
     int64_t blocks = (size + block - 1) / block, starts = HEADER + 4 * blocks;
     if (starts > in_size) return BAD_DATA;
-    for (int64_t n = 0; n < blocks; n++) {
-        int64_t start = load32(in + HEADER + 4 * n), left = size - n * block, length = left < block ? left : block;
+    for (int64_t n = first / block; n * block < last; n++) {
+        int64_t start = load32(in + HEADER + 4 * n), begin = n * block, length = size - begin < block ? size - begin : block;
         if (start < starts || start > in_size) return BAD_DATA;
-        int whole = length == block && width <= SPLITS_MAX && length / width >= SPLIT_VALUES_MIN;
-        int code = blosc_block(in + start, in + in_size, scratch, length, !(flags & DONT_SPLIT) && whole ? width : 1);
+        int full = length == block && width <= SPLITS_MAX && length / width >= SPLIT_VALUES_MIN;
+        int code = blosc_block(in + start, in + in_size, scratch, length, !(flags & DONT_SPLIT) && full ? width : 1);
         if (code != OK) return code;
-        int64_t values = length / width;
-        uint8_t *to = out + n * block;
-        if (values % 8 != 0 || values == 0) {
-            memcpy(to, scratch, (size_t)length);
+        if (begin >= first && begin + length <= last) {
+            join_bits(scratch, out + begin - first, length, width);
             continue;
         }
-        unshuffle(scratch, to, values / 8, width);
-        memcpy(to + values * width, scratch + values * width, (size_t)(length - values * width));
+        uint8_t *spare = scratch + block + SLACK;
+        int64_t from = begin < first ? first : begin, to = begin + length < last ? begin + length : last;
+        join_bits(scratch, spare, length, width);
+        memcpy(out + from - first, spare + from - begin, (size_t)(to - from));
     }
     return OK;
 }
@@ -624,18 +643,17 @@ uint32_t fsref_crc32c(uint32_t crc, const uint8_t *data, int64_t n) { return crc
 
 static int unpack(const job *j, int codec, uint8_t *scratch, int64_t scratch_size) {
     const uint8_t *packed = (const uint8_t *)j->packed;
-    uint8_t *out = (uint8_t *)j->out;
     if (j->crc != 0 && crc32c(0, packed, j->packed_size) != load32((const uint8_t *)j->crc)) return BAD_CRC;
-    if (out == NULL) return OK;
-    if (codec == CODEC_LZ4) return blosc_decode(packed, j->packed_size, out, j->out_size, scratch, scratch_size);
+    if (j->out == 0) return OK;
+    if (codec == CODEC_LZ4) return blosc_decode(j, scratch, scratch_size);
     if (codec != CODEC_NONE) return NOT_MINE;
-    if (j->packed_size != j->out_size) return BAD_SIZE;
-    memcpy(out, packed, (size_t)j->out_size);
+    if (j->packed_size != j->size) return BAD_SIZE;
+    memcpy((uint8_t *)j->out, packed + j->skip, (size_t)j->take);
     return OK;
 }
 
 /* Checks and decodes ``count`` chunks in order. Returns OK, or the code of the first that failed, whose index is in ``*failed`` (count: none).
- * ``scratch``: memory for one block and SLACK; SCRATCH says that it is too small. */
+ * ``scratch``: memory for one block and SLACK, twice where not all of a chunk is wanted; SCRATCH says that it is too small. */
 int fsref_unpack(const job *jobs, int64_t count, int codec, uint8_t *scratch, int64_t scratch_size, int64_t *failed) {
     int code = OK;
     int64_t n = 0;
@@ -647,19 +665,19 @@ int fsref_unpack(const job *jobs, int64_t count, int codec, uint8_t *scratch, in
 
 #define IOVECS 512
 
-/* Where the bytes of a range go: all to ``stored``, or (codec none) chunks to their places and only what lies between them there. Returns the
- * number of iovecs; 0: there are too many, or the chunks are not as this needs them. */
+/* Where the bytes of a range go: all to ``stored``, or (codec none) chunks that are wanted whole to their places and only the rest there.
+ * Returns the number of iovecs; 0: there are too many, or the chunks are not as this needs them. */
 static int spread(struct iovec *to, const range *r, const job *jobs, int codec, uint8_t *stored) {
     uint8_t *at = stored;
     int n = 0;
-    if (codec == CODEC_NONE)
-        for (int64_t i = 0; i < r->jobs; i++) {
-            uint8_t *packed = (uint8_t *)jobs[i].packed;
-            if (n + 3 > IOVECS || packed < at || jobs[i].packed_size != jobs[i].out_size) return 0;
-            if (packed > at) to[n++] = (struct iovec){at, (size_t)(packed - at)};
-            if (jobs[i].out_size > 0) to[n++] = (struct iovec){(void *)jobs[i].out, (size_t)jobs[i].out_size};
-            at = packed + jobs[i].packed_size;
-        }
+    for (const job *j = jobs; codec == CODEC_NONE && j < jobs + r->jobs; j++) {
+        uint8_t *packed = (uint8_t *)j->packed;
+        if (n + 3 > IOVECS || packed < at || j->packed_size != j->size) return 0;
+        if (!is_whole(j) || j->size == 0) continue;
+        if (packed > at) to[n++] = (struct iovec){at, (size_t)(packed - at)};
+        to[n++] = (struct iovec){(void *)j->out, (size_t)j->size};
+        at = packed + j->size;
+    }
     if (stored + r->size > at) to[n++] = (struct iovec){at, (size_t)(stored + r->size - at)};
     return n;
 }
@@ -675,7 +693,7 @@ static int fetch(int fd, const range *r, const job *jobs, int codec, uint8_t *st
     if (got != r->size) return BAD_READ;
     for (int64_t i = 0; i < r->jobs; i++) {
         job j = jobs[i];
-        if (codec == CODEC_NONE) { /* it is there already */
+        if (codec == CODEC_NONE && is_whole(&j)) { /* it is there already */
             j.packed = j.out;
             j.out = 0;
         }

@@ -3,7 +3,9 @@
 Owns scratch memory, one per thread. Refuses I/O: bytes are given.
 """
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from fsref.refs import Codec
 
 
 class Spot(NamedTuple):
-    """Where the rows or values of one column go that a read wants, if whole chunks may go straight there."""
+    """Where the rows or values of one column go that a read wants, if they go there just as they stand in chunks."""
 
     memory: Memory
     item_bytes: int
@@ -28,6 +30,8 @@ class Spot(NamedTuple):
     start: int
     stop: int
     """Wanted rows (values) of the object."""
+    lead: bool
+    """Whether what stands in a chunk before the wanted rows must be seen too, as counts must."""
 
 
 Spots = Mapping[tuple[int, str], Spot]
@@ -45,7 +49,7 @@ class Destination(NamedTuple):
 
     @classmethod
     def of(cls, segment: SegmentRead, number: int, out: Out) -> "Destination":
-        """With the spots of every column whose chunks can fit their place whole."""
+        """With the spots of every column whose rows or values stand in chunks as they are wanted."""
         return cls(segment, number, out, _spots(segment, out))
 
 
@@ -59,7 +63,7 @@ def _spots(segment: SegmentRead, out: Out) -> Spots:
             continue
         for column, values in (("counts", target.counts), *target.row_columns.items()):
             if values.flags.c_contiguous:
-                found[n, column] = _spot(values, read.out_start - rows.start, rows.start, rows.stop)
+                found[n, column] = _spot(values, read.out_start - rows.start, rows.start, rows.stop, lead=column == "counts")
         first, shift = read.value_first, read.value_base - read.value_first
         for column, values in target.columns.items():
             if values.flags.c_contiguous:
@@ -74,62 +78,65 @@ def _fits(read: FieldRead, rows: NDArray[Any]) -> bool:
         read.copies == 1
         and not read.layers
         and rows.dtype == read.field.dtype
+        and rows.shape[1:] == shape
         and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
         and rows.flags.c_contiguous
     )
 
 
-def _spot(values: NDArray[Any], shift: int, start: int, stop: int) -> Spot:
-    return Spot(Memory(values), values.nbytes // max(1, len(values)), shift, start, stop)
+def _spot(values: NDArray[Any], shift: int, start: int, stop: int, *, lead: bool = False) -> Spot:
+    return Spot(Memory(values), values.dtype.itemsize * math.prod(values.shape[1:]), shift, start, stop, lead)
 
 
 class Sorted(NamedTuple):
     """A request's chunks by the way they go."""
 
-    whole: Sequence[ChunkJob]
-    """Straight to their places."""
+    jobs: Sequence[ChunkJob]
+    """Of which a run of bytes is wanted just as it stands: straight to their places."""
     numbers: Sequence[int]
-    """Of ``whole``, among the request's chunks."""
-    parts: Sequence[ChunkRead]
-    """Of which only some rows or layers are wanted, or which another form is wanted of."""
+    """Of ``jobs``, among the request's chunks."""
+    others: Sequence[ChunkRead]
+    """Of which some layers are wanted, or which another form is wanted of, or which several reads want something of."""
 
 
 def sort_chunks(request: Request, spots: Spots) -> Sorted:
-    """Which chunks of a request fit their places whole; the others go through scratch memory."""
-    whole: list[ChunkJob] = []
+    """Which of a request's chunks go straight to their places; the others go through scratch memory."""
+    jobs: list[ChunkJob] = []
     numbers: list[int] = []
-    parts: list[ChunkRead] = []
+    others: list[ChunkRead] = []
+    shared = () if once_each(request) else {offset for offset, count in Counter(c.offset for c in request.chunks).items() if count > 1}
     for n, chunk in enumerate(request.chunks):
         offset, size, nbytes, number, column, _, first, last, _ = chunk
         spot = spots.get((number, column))
-        if spot is not None:
-            memory, item, shift, start, stop = spot
+        if spot is not None and offset not in shared:
+            memory, item, shift, start, stop, lead = spot
             begin, end = max(first, start), min(last, stop)
-            if (end - begin) * item == nbytes:
-                whole.append(ChunkJob(offset, size, memory, (begin + shift) * item, nbytes))
+            if begin == first or not lead:
+                jobs.append(ChunkJob(offset, size, nbytes, (begin - first) * item, (end - begin) * item, memory, (begin + shift) * item))
                 numbers.append(n)
                 continue
-        parts.append(chunk)
-    return Sorted(whole, numbers, parts)
+        others.append(chunk)
+    return Sorted(jobs, numbers, others)
 
 
 def once_each(request: Request) -> bool:
-    """Whether no chunk of a request is wanted twice."""
+    """Whether no chunk of a request is wanted by several reads."""
     return len({c.offset for c in request.chunks}) == len(request.chunks)
 
 
-def can_scatter(request: Request, chunks: Sorted) -> bool:
-    """Whether a read may go straight to the places of ``chunks.whole``, stored as they are: none of them is wanted twice."""
-    return all(j.size == j.nbytes + CRC_BYTES for j in chunks.whole) and once_each(request)
+def can_scatter(chunks: Sorted) -> bool:
+    """Whether a read may go straight to the places of whole chunks, which are stored as they are."""
+    return all(j.size == j.nbytes + CRC_BYTES for j in chunks.jobs)
 
 
-def scattered(stored: NDArray[np.uint8], request: Request, whole: Sequence[ChunkJob]) -> list[NDArray[np.uint8]]:
-    """Where a request's bytes go, in order: ``whole`` chunks to their places, everything else to its own offset in ``stored``."""
+def scattered(stored: NDArray[np.uint8], request: Request, chunks: Sorted) -> list[NDArray[np.uint8]]:
+    """Where a request's bytes go, in order: whole chunks to their places, everything else to its own offset in ``stored``."""
     outs: list[NDArray[np.uint8]] = []
     done = 0
-    for offset, _, out, at, nbytes in whole:
-        outs += [stored[done:offset], out.bytes[at : at + nbytes]]
-        done = offset + nbytes
+    for offset, _, nbytes, _, take, out, at in chunks.jobs:
+        if take == nbytes:
+            outs += [stored[done:offset], out.bytes[at : at + nbytes]]
+            done = offset + nbytes
     return [*outs, stored[done : request.size]]
 
 
@@ -175,11 +182,11 @@ class Placer:
         ``placed``: the whole ones stand in their places already and are only checked. Raises ``ObjectCorrupt`` that names field and rows;
         may be called again with other bytes then.
         """
-        failed = unpack(stored, chunks.whole, self._codec, placed=placed)
+        failed = unpack(stored, chunks.jobs, self._codec, placed=placed)
         if failed is not None:
             raise _damage(request.chunks[chunks.numbers[failed[0]]], to.segment, failed[1])
         self._scratch.held = -1
-        for chunk in chunks.parts:
+        for chunk in chunks.others:
             read = to.segment.fields[chunk.field]
             target = to.out[read.field.name]
             packed = stored[chunk.offset : chunk.offset + chunk.size]

@@ -25,7 +25,7 @@ from fsref.nodecache import NodeCache
 from fsref.objects import Fetch, can_fetch
 from fsref.plan import Overlap, ReadPlan, Request, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
-from fsref.reader.chunks import Destination, Placer, can_scatter, once_each, scattered, sort_chunks
+from fsref.reader.chunks import Destination, Placer, can_scatter, scattered, sort_chunks
 from fsref.reader.source import Source, spans
 from fsref.refs import FieldData, PayloadRef, Schema, TokenRange
 from fsref.refs.merge import same_rows
@@ -235,19 +235,16 @@ class Reader:
         left: list[Request] = []
         for request in task.requests:
             chunks = sort_chunks(request, task.to.spots)
-            if chunks.parts or not once_each(request):
+            if chunks.others:
                 left.append(request)
             else:
-                reads.append(Fetch(request.offset, request.size, chunks.whole))
+                reads.append(Fetch(request.offset, request.size, chunks.jobs))
                 fetched.append(request)
-        try:
-            fd = source.descriptor() if reads else None
-        except StoreError:
-            source.close()
-            fd = None
-        if fd is None:
+        if reads:
+            self._retry(source.open, f"opening {task.to.segment.object_id}", task)
+        if source.descriptor is None:
             return task.requests
-        done = self._placer.fetch(fd, reads)
+        done = self._placer.fetch(source.descriptor, reads)
         self._count(task, requests=done, bytes_fetched=sum(r.size for r in reads[:done]))
         return [*fetched[done:], *left]
 
@@ -260,8 +257,8 @@ class Reader:
                 self._placer.place(stored, request, chunks, task.to)
                 return
             stored = self._placer.stored(request.size)
-            placed = self._direct and can_scatter(request, chunks)
-            shared = self._load(source, request, task, scattered(stored, request, chunks.whole) if placed else [stored], stored)
+            placed = self._direct and can_scatter(chunks)
+            shared = self._load(source, request, task, scattered(stored, request, chunks) if placed else [stored], stored)
             try:
                 self._placer.place(stored, request, chunks, task.to, placed=placed)
             except ObjectCorrupt:

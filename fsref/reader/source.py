@@ -26,26 +26,30 @@ class Source:
 
     def read_into(self, offset: int, outs: Sequence[NDArray[np.uint8]]) -> None:
         """Raises ``ObjectCorrupt`` for an object of another size than its reference says, else as ``ObjectFile.read_scattered``."""
-        if self._file is None:
-            self._file = self._open()
+        self.open()
+        assert self._file is not None
         if len(outs) == 1:
             self._file.read_into(offset, outs[0])
         else:
             self._file.read_scattered(offset, outs)
 
-    def descriptor(self) -> int | None:
-        """Of the open local file; None where the object is not one. Raises as ``read_into``."""
+    def open(self) -> None:
+        """Opens the object, which every read does else. Raises as ``read_into``."""
         if self._file is None:
-            self._file = self._open()
-        return self._file.descriptor
+            self._file = self._opened()
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the open local file; None where the object is not open or not one."""
+        return None if self._file is None else self._file.descriptor
 
     def read_view(self, request: Request, scratch: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """As ``ObjectFile.read_view``, with the errors of ``read_into``."""
-        if self._file is None:
-            self._file = self._open()
+        self.open()
+        assert self._file is not None
         return self._file.read_view(request.offset, request.size, scratch)
 
-    def _open(self) -> ObjectFile:
+    def _opened(self) -> ObjectFile:
         segment = self._segment
         file = self._store.open(object_name(segment.object_id), byte_count=segment.byte_count)
         if file.byte_count != segment.byte_count:

@@ -144,7 +144,7 @@ def test_any_packed_chunk_is_decoded_by_numcodecs_and_by_the_kernels(count: int,
 def assert_decodes(packed: NDArray[np.uint8], values: NDArray[Any], what: str) -> None:
     stored = np.concatenate([packed, np.frombuffer(google_crc32c.value(packed.tobytes()).to_bytes(4, "little"), np.uint8)])
     guarded = np.full(values.nbytes + 64, 0xA5, np.uint8)
-    job = ChunkJob(0, len(stored), Memory(guarded), 32, values.nbytes)
+    job = ChunkJob(0, len(stored), values.nbytes, 0, values.nbytes, Memory(guarded), 32)
     assert unpack(stored, [job], LZ4) is None, what
     assert guarded[32:-32].tobytes() == values.tobytes(), what
     assert set(guarded[:32]) | set(guarded[-32:]) == {0xA5}, what
@@ -157,10 +157,29 @@ def test_places_off_every_alignment_are_filled() -> None:
     stored = np.frombuffer(bytes(packed) + crc, np.uint8)
     for at in range(40):
         out = np.zeros(4096 + 64, np.uint8)
-        assert unpack(stored, [ChunkJob(0, len(stored), Memory(out), at, 4096)], LZ4) is None
+        assert unpack(stored, [ChunkJob(0, len(stored), 4096, 0, 4096, Memory(out), at)], LZ4) is None
         assert out[at : at + 4096].tobytes() == values.tobytes()
         assert not out[:at].any()
         assert not out[at + 4096 :].any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40_000), st.sampled_from([1, 5, 9]), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["lz4", "none", "zstd"]))
+def test_any_run_of_a_chunks_bytes_comes_alone(count: int, codec_level: int, begin: float, end: float, name: str) -> None:
+    kernels()
+    values = (np.arange(count) * 7919 % 251 % 128).astype(np.uint8)
+    codec = Codec(name=name, level=codec_level)  # type: ignore[arg-type]
+    packed, crc = encode_chunk(values, codec)
+    stored = np.frombuffer(bytes(packed) + crc, np.uint8)
+    skip = int(begin * count)
+    take = int(end * (count - skip))
+    guarded = np.full(take + 64, 0xA5, np.uint8)
+    for placed in (False, True):
+        guarded[32 : 32 + take] = values if placed and take == count else 0
+        job = ChunkJob(0, len(stored), count, skip, take, Memory(guarded), 32)
+        assert unpack(stored, [job], codec, placed=placed and name == "none") is None
+        assert guarded[32:-32].tobytes() == values[skip : skip + take].tobytes() or (placed and name != "none")
+        assert set(guarded[:32]) | set(guarded[-32:]) == {0xA5}
 
 
 def test_the_first_damaged_chunk_is_named_and_those_before_it_are_there() -> None:
@@ -171,7 +190,7 @@ def test_the_first_damaged_chunk_is_named_and_those_before_it_are_there() -> Non
     starts = np.cumsum([0, *map(len, packed)])
     stored[starts[2] + 20] ^= 1
     out = np.zeros((4, 1000), np.uint8)
-    jobs = [ChunkJob(int(starts[n]), len(packed[n]), Memory(out[n]), 0, 1000) for n in range(4)]
+    jobs = [ChunkJob(int(starts[n]), len(packed[n]), 1000, 0, 1000, Memory(out[n]), 0) for n in range(4)]
     failed = unpack(stored, jobs, LZ4)
     assert failed is not None
     assert failed[0] == 2
@@ -182,9 +201,21 @@ def test_the_first_damaged_chunk_is_named_and_those_before_it_are_there() -> Non
 def test_a_chunk_outside_the_stored_bytes_or_its_place_is_refused() -> None:
     stored, out = np.zeros(100, np.uint8), Memory(np.zeros(50, np.uint8))
     kernels()
-    for job in (ChunkJob(90, 11, out, 0, 7), ChunkJob(-1, 10, out, 0, 6), ChunkJob(0, 54, out, 1, 50), ChunkJob(0, 3, out, 0, 0)):
+    good = ChunkJob(0, 54, 50, 0, 50, out, 0)
+    assert unpack(stored, [good], NONE, check=False) is None
+    wrong: list[dict[str, int]] = [
+        {"offset": 47},
+        {"offset": -1},
+        {"size": 101},
+        {"size": 3},
+        {"at": 1},
+        {"at": -1},
+        {"skip": 1},
+        {"skip": -1},
+    ]
+    for change in [*wrong, {"take": 51}, {"take": -1}, {"nbytes": 49}, {"take": 10, "at": 41}]:
         with pytest.raises(IndexError):
-            unpack(stored, [job], NONE)
+            unpack(stored, [good._replace(**change)], NONE)  # type: ignore[arg-type]
 
 
 # --- reads ---
@@ -203,7 +234,7 @@ def test_ranges_of_a_file_are_read_and_decoded_up_to_the_first_that_fails(tmp_pa
             packed, crc = encode_chunk(chunk, codec)
             data += b"gap"
             outs.append((chunk, Memory(np.zeros(800, np.uint8))))
-            jobs.append(ChunkJob(len(data) - begin, len(packed) + 4, outs[-1][1], 0, 800))
+            jobs.append(ChunkJob(len(data) - begin, len(packed) + 4, 800, 0, 800, outs[-1][1], 0))
             data += bytes(packed) + crc
         reads.append(Fetch(begin, len(data) - begin, jobs))
     path = tmp_path / "file"
@@ -235,7 +266,7 @@ def test_chunks_of_codec_none_out_of_order_are_left_to_the_other_way(tmp_path: P
     out = Memory(np.zeros(8, np.uint8))
     (tmp_path / "file").write_bytes(bytes(64))
     with (tmp_path / "file").open("rb") as file:
-        jobs = [ChunkJob(20, 8, out, 0, 4), ChunkJob(0, 8, out, 4, 4)]
+        jobs = [ChunkJob(20, 8, 4, 0, 4, out, 0), ChunkJob(0, 8, 4, 0, 4, out, 4)]
         assert fetch(file.fileno(), [Fetch(0, 40, jobs)], Memory(np.zeros(40, np.uint8)), NONE) == 0
     assert not out.bytes.any()
 
@@ -324,15 +355,19 @@ def written(n):  # sequences at the edges of what is allowed, in a stream that i
 counts = {}
 for n in range(6000):
     bad, size = (damaged if n % 2 else written)(n // 2)
-    out = np.zeros(size, np.uint8)
-    table = array("q", (bad.ctypes.data, len(bad), 0, out.ctypes.data, size))
-    block = int.from_bytes(bad[8:12].tobytes(), "little")
-    scratch = native.Memory(np.empty(max(0, min(block, size) + native.SLACK - pick(0, 0, 0, 1, 40)), np.uint8))
+    skip = pick(0, 0, int(rng.integers(size)), size)
+    take = pick(size - skip, size - skip, int(rng.integers(size - skip + 1)), 0)
+    out = np.zeros(take, np.uint8)
+    table = array("q", (bad.ctypes.data, len(bad), 0, size, skip, take, out.ctypes.data))
+    room = min(int.from_bytes(bad[8:12].tobytes(), "little"), size) + native.SLACK
+    scratch = native.Memory(np.empty(max(0, (1 + (take < size)) * room - pick(0, 0, 0, 1, 40)), np.uint8))
     code, _ = kernels.unpack(table, 1, scratch=scratch)
     counts[n % 2, code] = counts.get((n % 2, code), 0) + 1
     kernels.crc32c(0, bad.ctypes.data, len(bad))
-    again = np.empty(size, np.uint8)
-    block = pick(size, max(1, size // 3))
+    if not take:
+        continue
+    again = np.empty(take, np.uint8)
+    block = pick(take, max(1, take // 3))
     made = kernels.pack(out, 1, block, scratch=native.Memory(np.empty(block + native.TABLE_BYTES, np.uint8)))[:-4].copy()
     blosc.decompress(made, again)
     assert np.array_equal(out, again)
