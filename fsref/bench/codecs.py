@@ -11,6 +11,7 @@ Arrays are cut into chunks of 2,048 tokens, as objects have them. Shape letters:
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 from fsref.bench.measure import machine
 from fsref.bench.shapes import payload, shape_of
 from fsref.bench.workload import Options
-from fsref.objects.codec import encode_chunk, shuffle_width  # also turns Blosc's own threads off
+from fsref.objects import Memory, decode_chunk  # also turns Blosc's own threads off
+from fsref.objects.codec import block_bytes, shuffle_width
+from fsref.objects.native import KERNELS, TABLE_BYTES, Kernels
 from fsref.plan.layout import CHUNK_TOKENS_MIN, SHUFFLED_VALUES
 from fsref.refs import Codec, Dense, Ragged
 
@@ -30,6 +33,8 @@ RATE_DEFAULT: Final = 2.0
 DEFAULT: Final = f"lz4 {Codec().level}, bitshuffle"
 OWN_WIDTH: Final = f"{DEFAULT}, own width"
 """With the array's item size as Blosc's ``typesize``."""
+OWN_KERNELS: Final = f"{DEFAULT}, kernels"
+"""The default as objects are packed and read where the kernels are there, crc32c included; all other ways are numcodecs'."""
 _SHUFFLES: Final = {"bitshuffle": blosc.BITSHUFFLE, "shuffle": blosc.SHUFFLE, "no shuffle": blosc.NOSHUFFLE}
 _BLOSC: Final = (
     ("lz4", 1, "bitshuffle"),
@@ -122,6 +127,8 @@ def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
     out = {f"{cname} {level}, {shuffle}": _blosc_way(cname, level, shuffle) for cname, level, shuffle in _BLOSC}
     if shuffle_width(example.nbytes, example.itemsize) != example.itemsize:
         out[OWN_WIDTH] = _blosc_way(Codec().name, Codec().level, "bitshuffle", own_width=True)
+    if KERNELS is not None:
+        out[OWN_KERNELS] = Way(partial(_packed, KERNELS), partial(decode_chunk, codec=Codec()))
     out["none"] = Way(lambda c: c.copy(), lambda p, o: np.copyto(o, p))
     if experts:
         out[f"{DEFAULT}, layers first"] = Way(_layers_first, _layers_last)
@@ -147,8 +154,14 @@ def _into(packed: Any, out: NDArray[Any]) -> None:
     blosc.decompress(packed, out)
 
 
-def _default(chunk: NDArray[Any]) -> Any:
-    return encode_chunk(chunk, Codec())[0]
+_default: Final = _blosc_way(Codec().name, Codec().level, "bitshuffle").encode
+
+
+def _packed(kernels: Kernels, chunk: NDArray[Any]) -> NDArray[np.uint8]:
+    """A chunk as objects hold it, with its crc."""
+    width = shuffle_width(chunk.nbytes, chunk.itemsize)
+    block = block_bytes(Codec().level, chunk.nbytes, width)
+    return kernels.pack(chunk, width, block, scratch=Memory(np.empty(block + TABLE_BYTES, np.uint8)))
 
 
 def _layers_first(chunk_TLK: NDArray[Any]) -> Any:
