@@ -19,6 +19,8 @@ RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 30.0
 SLICE_IDS_MIN: Final = 64
 """Fewer ids than this are not worth a thread."""
+PROBE_IDS: Final = 16
+"""So many are removed first, to see how fast the store is."""
 FAST_S: Final = 100e-6
 """A store that removes an object in less gains nothing from threads: they would wait for each other's turns at the interpreter."""
 
@@ -63,9 +65,9 @@ def delete_once(store: Store, object_ids: Sequence[str], *, threads: int = 1) ->
 
 def _delete_names(store: Store, names: list[str], *, threads: int) -> dict[str, Deletion | StoreError]:
     """The first names tell whether the store is so slow that the others are worth threads."""
-    count = max(SLICE_IDS_MIN, store.bulk_delete_max)
-    if threads < 2 or len(names) <= count:
+    if threads < 2 or len(names) <= max(SLICE_IDS_MIN, store.bulk_delete_max):
         return store.delete(names)
+    count = max(PROBE_IDS, store.bulk_delete_max)
     begin = monotonic()
     outcomes = store.delete(names[:count])
     fast = monotonic() - begin < FAST_S * count
