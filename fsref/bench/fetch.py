@@ -12,6 +12,7 @@ from fsref.bench.workload import Options, Workload, stored_bytes, workload
 TARGETS: Final = (
     ("fsref / zarr-python", methods.FSREF, methods.ZARR, 4.0),
     ("fsref / whole blobs over HTTP", methods.FSREF, methods.HTTP, 1.6),
+    ("fsref / decode alone by numcodecs", methods.FSREF, methods.DECODE_NUMCODECS, 0.8),
     ("fsref / decode alone", methods.FSREF, methods.DECODE, 0.8),
     ("fsref / a hand loop", methods.FSREF, methods.HAND, 0.0),
     ("fsref, codec none / a hand loop", methods.FSREF_NONE, methods.HAND_NONE, 0.0),

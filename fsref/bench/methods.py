@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fsref.bench.blobserver import BlobServer
 from fsref.bench.workload import CODECS, Coded, Ranged, Workload, arrays, blob, place, ragged_fields
-from fsref.objects import CRC_BYTES, check_chunk, decode_chunk
+from fsref.objects import CRC_BYTES, check_chunk, decode_chunk, native
 from fsref.reader import RaggedOut, Reader, chunks
 from fsref.refs import TokenRange
 
@@ -29,6 +29,7 @@ PREADV: Final = "preadv, the bytes of codec none"
 PREADV_STORED: Final = "preadv, the bytes of the default codec"
 MEMCPY: Final = "memcpy"
 DECODE: Final = "decode alone, default codec"
+DECODE_NUMCODECS: Final = "decode alone by numcodecs"
 HAND: Final = "a hand loop, default codec"
 HAND_NONE: Final = "a hand loop, codec none"
 FSREF: Final = "fsref, default codec"
@@ -130,11 +131,13 @@ class Memcpy(Method):
 
 
 class Decode(Method):
-    """The chunks in memory already: checks and decoding to the same places, no I/O."""
+    """The chunks in memory already: checks and decoding to the same places, no I/O; with the compiled kernels where they are there, or by
+    numcodecs and google_crc32c alone.
+    """
 
-    def __init__(self, work: Workload, coded: Coded) -> None:
+    def __init__(self, work: Workload, coded: Coded, *, kernels: bool = True) -> None:
         super().__init__(work)
-        self._codec = CODECS[coded]
+        self._codec, self._kernels = CODECS[coded], kernels
         self._chunks: dict[int, list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]] = {}
         for r in work.ranged(coded):
             with work.stores[coded].open(r.name) as file:
@@ -142,6 +145,10 @@ class Decode(Method):
                 file.read_into(r.offset, stored)
             cut = [(stored[p.offset - r.offset : p.offset - r.offset + p.size], p.target) for p in r.places]
             self._chunks.setdefault(r.sample, []).extend(cut)
+
+    def run(self) -> None:
+        with _as_is() if self._kernels else _patched(native, KERNELS=None):
+            super().run()
 
     def one(self, sample: int) -> None:
         for stored, target in self._chunks[sample]:
@@ -218,15 +225,19 @@ def _as_is() -> Iterator[None]:
 
 
 @contextmanager
-def _unchecked() -> Iterator[None]:
-    """Chunks are decoded without their crc: a figure only, no setting of the product."""
-    module: Any = chunks
-    unpack, fetch = module.unpack, module.fetch
-    module.unpack, module.fetch = functools.partial(unpack, check=False), functools.partial(fetch, check=False)
+def _patched(module: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
         yield
     finally:
-        module.unpack, module.fetch = unpack, fetch
+        vars(module).update(before)
+
+
+def _unchecked() -> AbstractContextManager[None]:
+    """Chunks are decoded without their crc: a figure only, no setting of the product."""
+    unpack, fetch = chunks.unpack, chunks.fetch  # type: ignore[attr-defined]
+    return _patched(chunks, unpack=functools.partial(unpack, check=False), fetch=functools.partial(fetch, check=False))
 
 
 class ZarrPython(Method):
@@ -338,6 +349,7 @@ LOCAL: Final[dict[str, Callable[[Workload], Method]]] = {
     PREADV_STORED: lambda w: Preadv(w, "default"),
     MEMCPY: Memcpy,
     DECODE: lambda w: Decode(w, "default"),
+    DECODE_NUMCODECS: lambda w: Decode(w, "default", kernels=False),
     HAND: lambda w: HandLoop(w, "default"),
     HAND_NONE: lambda w: HandLoop(w, "none"),
     FSREF: lambda w: Fsref(w, "default"),
