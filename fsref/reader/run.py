@@ -150,17 +150,20 @@ class Reader:
         ``counters``. Raises ``PayloadError`` for a buffer whose dtype does not hold the stored one; dense rows may be read into a wider
         one.
         """
+        idle = self._pool.is_idle()
+        futures = self._start(plan, out, step, ReadCounters() if tally is None else tally)
+        if idle and futures:
+            time.sleep(HAND_OVER_S)
+        return futures
+
+    def _start(self, plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> list[Future[None]]:
         check_buffers(plan, out)
-        tasks = list(_tasks(plan, out, step, ReadCounters() if tally is None else tally))
+        tasks = list(_tasks(plan, out, step, tally))
         if self._cache is not None and tasks:
             # Ranks that want the same begin at different places: each fetches a part, and finds the others' when it comes to them.
             first = self._cache.member * len(tasks) // max(1, self._cache.member_count) % len(tasks)
             tasks = tasks[first:] + tasks[:first]
-        idle = bool(tasks) and self._pool.is_idle()
-        futures = [self._pool.submit(partial(self._run, task), priority=step) for task in tasks]
-        if idle:
-            time.sleep(HAND_OVER_S)
-        return futures
+        return [self._pool.submit(partial(self._run, task), priority=step) for task in tasks]
 
     def collect(self, futures: Sequence[Future[None]]) -> list[Exception]:
         """Waits for what ``submit`` started, at most ``deadline_s`` seconds; returns the errors, none if all is filled.
@@ -176,7 +179,7 @@ class Reader:
 
     def read_into(self, plan: ReadPlan, out: Out) -> None:
         """Runs a plan to its end in the pool. Raises the first ``StoreError``; the buffers must not be used then."""
-        errors = self.collect(self.submit(plan, out))
+        errors = self.collect(self._start(plan, out, 0, ReadCounters()))
         if errors:
             raise errors[0]
 
