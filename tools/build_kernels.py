@@ -44,16 +44,16 @@ def compile_kernels(source: Path, library: Path, *, flags: tuple[str, ...] = ())
         print(f"fsref: {source.name} is not compiled ({why}); chunks are decoded by numcodecs", file=sys.stderr)
         return False
     number = zlib.crc32(source.read_bytes())
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [*compiler.split(), *FLAGS, *flags, f"-DSOURCE={number}u", "-o", str(made), str(source)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as e:
-            said = e.stderr if isinstance(e, subprocess.CalledProcessError) else ""
-            print(f"fsref: {source.name} is not compiled, chunks are decoded by numcodecs: {e}\n{said}", file=sys.stderr)
-            return False
-        made.replace(library)
+    try:  # a folder that cannot be written to, or a compiler that makes nothing and says that all is well, is no reason to fail either
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [*compiler.split(), *FLAGS, *flags, f"-DSOURCE={number}u", "-o", str(made), str(source)]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+            made.replace(library)
+    except (OSError, subprocess.CalledProcessError) as e:
+        said = e.stderr if isinstance(e, subprocess.CalledProcessError) else ""
+        print(f"fsref: {source.name} is not compiled, chunks are decoded by numcodecs: {e}\n{said}", file=sys.stderr)
+        return False
     return True
 
 

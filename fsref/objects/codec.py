@@ -163,36 +163,49 @@ class Fetch(NamedTuple):
     jobs: Sequence[ChunkJob]
 
 
-def can_fetch(codec: Codec) -> bool:
-    """Whether ``fetch`` does anything here."""
-    return native.KERNELS is not None and codec.name in native.CODECS
+class Fetched(NamedTuple):
+    """How far ``fetch`` came."""
+
+    done: int
+    """Ranges whose chunks are in their places."""
+    read: int
+    """Ranges that were read: those, and one more where its bytes came and its chunks were not decoded."""
+    failed: bool
+    """Whether the first that is not done could not be read or is damaged; else it is only for another decoder."""
 
 
-def fetch(fd: int, reads: Sequence[Fetch], stored: Memory, codec: Codec, *, check: bool = True) -> int:
+def can_fetch(codec: Codec, value_bytes: int = 1) -> bool:
+    """Whether ``fetch`` does anything here, with chunks of values of so many bytes."""
+    return native.KERNELS is not None and codec.name in native.CODECS and (codec.name == "none" or value_bytes in native.WIDTHS)
+
+
+def fetch(fd: int, reads: Sequence[Fetch], stored: Memory, codec: Codec, *, check: bool = True) -> Fetched:
     """Reads ranges of an open file one after the other and checks and decodes their chunks to their places, all without the GIL.
 
-    ``stored``: memory for the largest of them. With codec none chunks are read straight to their places. Returns how many were done: it
-    stops at the first that could not be read, is damaged or needs another decoder, and does not say why. Whoever calls it reads that one
-    again through its store, which knows the errors. This is the one place below the store that reads; it exists because threads that come
+    ``stored``: memory for the largest of them. With codec none chunks are read straight to their places. It stops at the first that could
+    not be read, is damaged or needs another decoder, and does not say what is wrong. Whoever calls it reads that one again through its
+    store, which knows the errors. This is the one place below the store that reads; it exists because threads that come
     back to the GIL after every read wait for each other (docs/notes/0006-native-kernels.md).
     """
     kernels, number = native.KERNELS, native.CODECS.get(codec.name)
     if kernels is None or number is None:
-        return 0
+        return Fetched(0, 0, False)
     ranges, table = array("q"), array("q")
     for offset, size, jobs in reads:
         if size > len(stored.bytes):
             raise IndexError(f"a read of {size} bytes to memory of {len(stored.bytes)}")
         ranges.extend((offset, size, len(jobs)))
         _add(table, stored.address, size, jobs, check=check)
-    return kernels.fetch(fd, ranges, table, number, stored=stored, scratch=_scratch.memory)
+    code, done = kernels.fetch(fd, ranges, table, number, stored=stored, scratch=_scratch.memory)
+    unread = code in (native.OK, native.BAD_READ) or (code == native.NOT_MINE and codec.name == "none")  # such are refused before the read
+    return Fetched(done, done + (not unread), code not in (native.OK, native.NOT_MINE, native.SCRATCH))
 
 
 class _Scratch(threading.local):
     """One thread's memory for a block whose bits are taken apart or put together."""
 
     def __init__(self) -> None:
-        self.memory = Memory(np.empty((1 << 20) + native.TABLE_BYTES, np.uint8))
+        self.memory = Memory(np.empty((2 << 20) + native.TABLE_BYTES, np.uint8))  # two blocks of the largest that ``block_bytes`` names
 
     def take(self, size: int) -> Memory:
         """At least ``size`` bytes."""

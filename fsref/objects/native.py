@@ -26,6 +26,7 @@ OK: Final = 0
 BAD_HEADER: Final = 2
 NOT_MINE: Final = 5
 SCRATCH: Final = 6
+BAD_READ: Final = 7
 REASONS: Final = {
     1: "fails its crc32c",
     BAD_HEADER: "has a Blosc header that does not fit it",
@@ -45,12 +46,17 @@ RANGE_VALUES: Final = 3
 
 
 class Memory:
-    """A C-contiguous array as ``bytes`` uint8 [n] with its ``address``, which is asked for once. Keeps the array alive."""
+    """A C-contiguous array as ``bytes`` uint8 [n] with its ``address``, which is asked for once. Keeps the array alive.
+
+    Raises ``ValueError`` for an array that is read-only: C would write to it all the same.
+    """
 
     __slots__ = ("address", "bytes")
 
     def __init__(self, values: NDArray[Any]) -> None:
         assert values.flags.c_contiguous
+        if not values.flags.writeable:
+            raise ValueError(f"a read-only array of {values.nbytes} bytes cannot be filled")
         self.bytes: NDArray[np.uint8] = values.reshape(-1).view(np.uint8)
         self.address: int = self.bytes.ctypes.data
 
@@ -92,13 +98,14 @@ class Kernels:
         code: int = self._unpack(address, length // JOB_VALUES, codec, scratch.address, len(scratch.bytes), ctypes.byref(failed))
         return code, failed.value
 
-    def fetch(self, fd: int, ranges: "array[int]", table: "array[int]", codec: int, *, stored: Memory, scratch: Memory) -> int:
-        """Reads ranges of a file through ``stored`` and checks and decodes their chunks. How many ranges were done before one failed."""
+    def fetch(self, fd: int, ranges: "array[int]", table: "array[int]", codec: int, *, stored: Memory, scratch: Memory) -> tuple[int, int]:
+        """Reads ranges of a file through ``stored`` and checks and decodes their chunks. As ``unpack``, of ranges."""
         done = ctypes.c_int64(0)
         address, length = ranges.buffer_info()
         jobs, size = table.buffer_info()[0], len(scratch.bytes)
-        self._fetch(fd, address, length // RANGE_VALUES, jobs, codec, stored.address, scratch.address, size, ctypes.byref(done))
-        return done.value
+        count = length // RANGE_VALUES
+        code: int = self._fetch(fd, address, count, jobs, codec, stored.address, scratch.address, size, ctypes.byref(done))
+        return code, done.value
 
     def pack(self, values: NDArray[Any], width: int, block: int, *, scratch: Memory) -> NDArray[np.uint8]:
         """A contiguous array in a Blosc chunk with LZ4 and bitshuffle, its crc32c behind it: uint8 [packed bytes + 4].

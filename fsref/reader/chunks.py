@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
-from fsref.objects import CRC_BYTES, ChunkJob, Fetch, Memory, decode_chunk, fetch, unpack
+from fsref.objects import CRC_BYTES, ChunkJob, Fetch, Fetched, Memory, decode_chunk, fetch, unpack
 from fsref.plan import ChunkRead, FieldRead, Request, SegmentRead
 from fsref.reader.buffers import DenseOut, Out, RaggedOut
 from fsref.refs import Codec
@@ -32,6 +32,8 @@ class Spot(NamedTuple):
     """Wanted rows (values) of the object."""
     lead: bool
     """Whether what stands in a chunk before the wanted rows must be seen too, as counts must."""
+    value_bytes: int
+    """Of a single value: what bitshuffle takes at once, or less."""
 
 
 Spots = Mapping[tuple[int, str], Spot]
@@ -85,7 +87,8 @@ def _fits(read: FieldRead, rows: NDArray[Any]) -> bool:
 
 
 def _spot(values: NDArray[Any], shift: int, start: int, stop: int, *, lead: bool = False) -> Spot:
-    return Spot(Memory(values), values.dtype.itemsize * math.prod(values.shape[1:]), shift, start, stop, lead)
+    value_bytes = values.dtype.itemsize
+    return Spot(Memory(values), value_bytes * math.prod(values.shape[1:]), shift, start, stop, lead, value_bytes)
 
 
 class Sorted(NamedTuple):
@@ -109,7 +112,7 @@ def sort_chunks(request: Request, spots: Spots) -> Sorted:
         offset, size, nbytes, number, column, _, first, last, _ = chunk
         spot = spots.get((number, column))
         if spot is not None and offset not in shared:
-            memory, item, shift, start, stop, lead = spot
+            memory, item, shift, start, stop, lead, _ = spot
             begin, end = max(first, start), min(last, stop)
             if begin == first or not lead:
                 jobs.append(ChunkJob(offset, size, nbytes, (begin - first) * item, (end - begin) * item, memory, (begin + shift) * item))
@@ -172,7 +175,7 @@ class Placer:
         """This thread's memory for a request's bytes, [size]; what was in it before is lost."""
         return self._scratch.take_stored(size).bytes[:size]
 
-    def fetch(self, fd: int, reads: Sequence[Fetch]) -> int:
+    def fetch(self, fd: int, reads: Sequence[Fetch]) -> Fetched:
         """``objects.fetch`` with this thread's memory."""
         return fetch(fd, reads, self._scratch.take_stored(max(r.size for r in reads)), self._codec)
 

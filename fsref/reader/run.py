@@ -243,9 +243,10 @@ class Reader:
         reads: list[Fetch] = []
         fetched: list[Request] = []
         left: list[Request] = []
+        wide = {place for place, spot in task.to.spots.items() if not can_fetch(self._schema.codec, spot.value_bytes)}
         for request in task.requests:
             chunks = sort_chunks(request, task.to.spots)
-            if chunks.others:
+            if chunks.others or (wide and any((c.field, c.column) in wide for c in request.chunks)):
                 left.append(request)
             else:
                 reads.append(Fetch(request.offset, request.size, chunks.jobs))
@@ -254,9 +255,10 @@ class Reader:
             self._retry(source.open, f"opening {task.to.segment.object_id}", task)
         if source.descriptor is None:
             return task.requests
-        done = self._placer.fetch(source.descriptor, reads)
-        self._count(task, requests=done, bytes_fetched=sum(r.size for r in reads[:done]))
-        return [*fetched[done:], *left]
+        found = self._placer.fetch(source.descriptor, reads)
+        size = sum(r.size for r in reads[: found.read])
+        self._count(task, requests=found.read, bytes_fetched=size, retries=int(found.failed))
+        return [*fetched[found.done :], *left]
 
     def _read_request(self, source: Source, request: Request, task: "_Task") -> None:
         chunks = sort_chunks(request, task.to.spots)

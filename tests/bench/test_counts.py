@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fsref.bench.shapes import payload, shape_of
-from fsref.objects import ChunkJob, Fetch, Memory, encode
+from fsref.objects import ChunkJob, Fetch, Fetched, Memory, encode
 from fsref.reader import DenseOut, Reader, allocate
 from fsref.reader import chunks as placing
 from fsref.refs import Codec, PayloadRef, Schema
@@ -95,10 +95,10 @@ def test_every_chunk_is_decoded_once_and_all_but_the_small_ones_in_place(
         whole.extend(jobs)
         return real_unpack(stored, jobs, codec, **kwargs)
 
-    def fetch(fd: int, reads: Sequence[Fetch], memory: Memory, codec: Codec) -> int:
-        done: int = real_fetch(fd, reads, memory, codec)
-        whole.extend(j for r in reads[:done] for j in r.jobs)
-        return done
+    def fetch(fd: int, reads: Sequence[Fetch], memory: Memory, codec: Codec) -> Fetched:
+        found: Fetched = real_fetch(fd, reads, memory, codec)
+        whole.extend(j for r in reads[: found.done] for j in r.jobs)
+        return found
 
     def decode(packed: Any, out: np.ndarray[Any, Any], codec: Codec) -> None:
         parts.append(out)

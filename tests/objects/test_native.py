@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,11 @@ def test_a_chunk_outside_the_stored_bytes_or_its_place_is_refused() -> None:
             unpack(stored, [good._replace(**change)], NONE)  # type: ignore[arg-type]
 
 
+def test_a_place_that_is_read_only_is_refused() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        Memory(np.frombuffer(bytes(8), np.uint8))
+
+
 # --- reads ---
 
 
@@ -249,16 +255,17 @@ def test_ranges_of_a_file_are_read_and_decoded_up_to_the_first_that_fails(tmp_pa
             out.bytes[:] = 0
         fd = os.open(path, os.O_RDONLY)
         try:
-            done = fetch(fd, reads, scratch, codec)
+            found = fetch(fd, reads, scratch, codec)
         finally:
             os.close(fd)
-        assert done == (expected if fits else 0)
-        for chunk, out in outs[: done * chunk_count]:
+        damaged = damage is not None
+        assert found == ((expected, expected + damaged, damaged) if fits else (0, 0, False))
+        for chunk, out in outs[: found.done * chunk_count]:
             assert np.array_equal(chunk, out.bytes)
     path.write_bytes(data[:-1])
     with path.open("rb") as file:
-        assert fetch(file.fileno(), reads, scratch, codec) == (3 if fits else 0)
-    assert fetch(-1, reads, scratch, codec) == 0
+        assert fetch(file.fileno(), reads, scratch, codec) == ((3, 3, True) if fits else (0, 0, False))
+    assert fetch(-1, reads, scratch, codec) == (0, 0, fits)
 
 
 def test_chunks_of_codec_none_out_of_order_are_left_to_the_other_way(tmp_path: Path) -> None:
@@ -267,8 +274,24 @@ def test_chunks_of_codec_none_out_of_order_are_left_to_the_other_way(tmp_path: P
     (tmp_path / "file").write_bytes(bytes(64))
     with (tmp_path / "file").open("rb") as file:
         jobs = [ChunkJob(20, 8, 4, 0, 4, out, 0), ChunkJob(0, 8, 4, 0, 4, out, 4)]
-        assert fetch(file.fileno(), [Fetch(0, 40, jobs)], Memory(np.zeros(40, np.uint8)), NONE) == 0
+        assert fetch(file.fileno(), [Fetch(0, 40, jobs)], Memory(np.zeros(40, np.uint8)), NONE) == (0, 0, False)
     assert not out.bytes.any()
+
+
+def test_parts_of_chunks_in_blocks_of_every_level_are_read_at_once(tmp_path: Path) -> None:
+    kernels()
+    values = np.random.default_rng(2).integers(0, 60, 4 << 20).astype(np.uint8)
+    out = Memory(np.zeros(100, np.uint8))
+    for codec_level in range(1, 10):
+        codec = Codec(level=codec_level)
+        packed, crc = encode_chunk(values, codec)
+        (tmp_path / "file").write_bytes(bytes(packed) + crc)
+        size = len(packed) + 4
+        with (tmp_path / "file").open("rb") as file, ThreadPoolExecutor(1) as thread:  # whose memory has grown for nobody yet
+            read = Fetch(0, size, [ChunkJob(0, size, values.nbytes, 2 << 20, 100, out, 0)])
+            found = thread.submit(fetch, file.fileno(), [read], Memory(np.zeros(size, np.uint8)), codec).result()
+        assert found == (1, 1, False), codec_level
+        assert np.array_equal(out.bytes, values[2 << 20 :][:100])
 
 
 @pytest.mark.parametrize("name", ["lz4", "none", "zstd"])
@@ -413,11 +436,13 @@ def test_what_cannot_be_compiled_is_said_and_leaves_nothing(
 ) -> None:
     source, library = tmp_path / "kernels.c", tmp_path / "_kernels.so"
     source.write_text("this is not C")
-    for compiler in (shutil.which("cc") or "cc", "false", "/no/such/compiler"):
+    for compiler in (shutil.which("cc") or "cc", "false", "true", "/no/such/compiler"):
         monkeypatch.setenv("CC", compiler)
         assert not compile_kernels(source, library)
         assert "decoded by numcodecs" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.c"]
+    assert not compile_kernels(source, tmp_path / "nobody can write here" / "_kernels.so")
+    assert "decoded by numcodecs" in capsys.readouterr().err
 
 
 def test_the_kernels_compile_without_a_warning(tmp_path: Path) -> None:
