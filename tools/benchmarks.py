@@ -25,23 +25,20 @@ PAGE: Final = ROOT / "docs" / "benchmarks.md"
 README: Final = ROOT / "README.md"
 SHORT: Final = """\
 Where something falls short, this is why (perf, py-spy, and the *hand loop* rows, which do the same reading, checking and decoding with
-every place known before and nothing around them):
+every place known before and nothing around them). What was found before there was a part in C, and what that changed, is in
+[notes/0006](notes/0006-native-kernels.md).
 
-- *Codec none against preadv.* perf, both threads: half of the processor time is the kernel's copy, a sixth the checksums (17 to 25 GB/s),
-  three tenths Python and NumPy, spread over planning, opening, finding each chunk's place and refusing what does not fit; no line has
-  more than 3 %. Python runs on one thread at a time, and the other one waits: that is why the ratio of wall time is lower than that of
-  processor time. Even the hand loop stays below 0.75 of preadv here, because of the checksums. A native loop over the chunks of a request
-  would bring fsref to the hand loop at least (processor time: a fifth less); on storage of 2 GB/s nothing of it would be seen, so there
-  is none. What was found and changed: chunks are read to their places instead of through scratch memory; checksums of large chunks no
-  longer hold the GIL; a plan costs a third less; the bench measured where threads woke up, not work, and now measures turns.
-- *Default codec against decoding alone.* As above, with a smaller share: the hand loop, too, pays for reading. Decoding itself became 1.6
-  times as fast on one-byte routing ([notes/0005](notes/0005-shuffle-width.md)), and so the share of everything else grew.
-- *Against HTTP.* The blobs are neither unpacked nor checked, and the serving process is not counted by processor time. Decoding alone is
-  the limit: lz4 and bitshuffle in numcodecs' wheels have SSE2 code only. numcodecs built on the machine with AVX2 (`pip install
-  --no-binary numcodecs numcodecs`) decodes head ids, logprobs and mask ids 1.2 to 1.5 times as fast; codec none is about twice as fast as
-  HTTP.
-- *Keeping.* About a third of a put is the kernel's copy to the page cache, the rest Blosc; zarr-python pays for both as well.
-- *The ledger's mean* is some thirty small Python calls per object and one write(2) per record, see [results.md](results.md)."""
+- *Codec none against preadv.* Of the processor time some two thirds are the kernel's copy, which preadv has too, a tenth the checksums (40
+  to 50 GB/s); the rest is Python, 0.4 ms a sample of 16,384 tokens: planning, finding each chunk's place, opening. Python runs on one
+  thread at a time, and what waits for it does not read: hence the difference between wall and processor time. On 2 GB/s of storage
+  nothing of it would be seen.
+- *Default codec against decoding alone.* Decoding with fsref's kernels takes little more than twice as long as reading the same bytes, so a
+  thread that must do both cannot come nearer to decoding alone than some 0.65; what is above that, the measurement's noise gives. Against
+  decoding by numcodecs, of which the target was taken, it is reached.
+- *Bytes of routing alone.* Ids of 128 experts carry 7 bits of 8, and popular experts hardly less: 0.875 is what there is to save.
+- *The ledger's mean.* An object that is dropped alone makes three records, and each is one write(2), so that a killed process loses none:
+  2.6 microseconds each, half of it the kernel's. The rest is small Python calls, none of which stands out, so it follows the interpreter:
+  one built with PGO and LTO (Debian's) is 1.16 times as fast as pyenv's default build, which measured this."""
 LEFT_OUT: Final = frozenset({"bench", "machine"})
 
 
