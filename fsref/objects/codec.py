@@ -44,7 +44,7 @@ def encode_chunk(chunk: NDArray[Any], codec: Codec) -> tuple[bytes | NDArray[np.
     width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
     if native.KERNELS is not None and codec.name == "lz4" and codec.level and width in native.WIDTHS and chunk.nbytes:
         block = block_bytes(codec.level, chunk.nbytes, width)
-        made = native.KERNELS.pack(chunk, width, block, scratch=_scratch.take(block + native.TABLE_BYTES))
+        made = native.KERNELS.pack(chunk, width, block, scratch=_scratch.memory)
         return made[:-CRC_BYTES], made[-CRC_BYTES:].tobytes()
     packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=width)
     return packed, google_crc32c.value(packed).to_bytes(CRC_BYTES, "little")
@@ -110,20 +110,12 @@ def unpack(
         done += index
         if code == native.OK:
             return None
-        if code == native.SCRATCH:
-            _scratch.take(2 * (_block_of(stored, jobs[done]) + native.SLACK))
-        elif code == native.NOT_MINE:
+        if code in (native.NOT_MINE, native.SCRATCH):
             if failed := _unpack_by_one(stored, jobs[done : done + 1], codec, placed=placed, check=check):
                 return done, failed[1]
             done += 1
         else:
             return done, _reason(code, stored, jobs[done], codec)
-
-
-def _block_of(stored: NDArray[np.uint8], job: ChunkJob) -> int:
-    """Bytes of a Blosc block, of a chunk whose header was checked: at most the chunk's."""
-    found: int = _BLOSC_HEADER.unpack_from(stored, job.offset)[5]
-    return found
 
 
 def _reason(code: int, stored: NDArray[np.uint8], job: ChunkJob, codec: Codec) -> str:
@@ -205,13 +197,8 @@ class _Scratch(threading.local):
     """One thread's memory for a block whose bits are taken apart or put together."""
 
     def __init__(self) -> None:
-        self.memory = Memory(np.empty((2 << 20) + native.TABLE_BYTES, np.uint8))  # two blocks of the largest that ``block_bytes`` names
-
-    def take(self, size: int) -> Memory:
-        """At least ``size`` bytes."""
-        if len(self.memory.bytes) < size:
-            self.memory = Memory(np.empty(size, np.uint8))
-        return self.memory
+        # Two blocks of the largest that ``block_bytes`` names. What another writer made of larger ones is numcodecs' to decode.
+        self.memory = Memory(np.empty((2 << 20) + native.TABLE_BYTES, np.uint8))
 
 
 _scratch: Final = _Scratch()

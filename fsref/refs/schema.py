@@ -192,7 +192,7 @@ class Codec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Literal["lz4", "zstd", "blosclz", "none"] = "lz4"
     """Blosc's inner compressor with bitshuffle; ``none`` stores little-endian C-order bytes."""
     level: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
-    """Blosc level. With lz4, all levels pack and encode alike; from 4 on blocks are of 512 KiB, which decode fastest."""
+    """Blosc level. With lz4, all levels pack and encode alike; at 4 and 5 blocks are of 512 KiB, which decode fastest."""
 
 
 class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
