@@ -151,6 +151,13 @@ def assert_decodes(packed: NDArray[np.uint8], values: NDArray[Any], what: str) -
     assert set(guarded[:32]) | set(guarded[-32:]) == {0xA5}, what
 
 
+def test_blocks_larger_than_the_kernels_memory_are_left_to_numcodecs() -> None:
+    values = np.random.default_rng(0).integers(0, 128, 5 << 20).astype(np.uint8)
+    packed = kernels().pack(values, 4, 3 << 20, scratch=Memory(np.empty((3 << 20) + native.TABLE_BYTES, np.uint8)))[:-4]
+    assert packed[8:12].tobytes() == (3 << 20).to_bytes(4, "little")
+    assert_decodes(packed, values, "blocks of 3 MiB")
+
+
 def test_places_off_every_alignment_are_filled() -> None:
     kernels()
     values = np.random.default_rng(0).integers(0, 128, 4096).astype(np.uint8)
