@@ -155,13 +155,15 @@ def symbols_of(report: Iterable[str]) -> list[dict[str, Any]]:
 def summary(stacks: Iterable[str]) -> dict[str, Any]:
     """Shares of the busy looks: by the function on top, and by every function of this package anywhere in a stack.
 
-    Threads that wait in ``threading`` are left out.
+    Threads that wait in ``threading`` are left out, and what py-spy misread of a process that it does not stop.
     """
     top, within = Counter[str](), Counter[str]()
     total = 0
     for line in stacks:
         frames, _, count = line.rpartition(" ")
         names = [shown(f) for f in frames.split(";")]
+        if not count.isdigit() or not names[-1]:
+            continue
         if names[-1].endswith("(threading.py)"):
             continue
         total += int(count)
@@ -215,7 +217,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """``TOP`` cells, the last ones empty where there are fewer."""
-    cells = [(f"`{r['where'].replace('|', '/')}`", f"{r['share']:.1%}") for r in rows[:TOP]]
+    cells = [(f"`{r['where'].replace('|', '/')}`", f"{r['share']:.1%}") for r in rows if r["where"]][:TOP]
     return cells + [("-", "-")] * (TOP - len(cells))
 
 
