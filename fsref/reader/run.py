@@ -39,9 +39,9 @@ REQUEST_BYTES_REMOTE: Final = 256 << 20
 TASK_BYTES: Final = 8 << 20
 HAND_OVER_S: Final = 50e-6
 HAND_OVER_BYTES: Final = 2 << 20
-"""For so long a thread that submits lets go of the interpreter, at the first work of a burst and after each of so many bytes: the pool's
-threads, which wake up in that time, get it else only after the interpreter's switch interval (5 ms) or when all plans are made. It saves
-5 to 15 % of a fetch of samples of 2,048 to 16,384 tokens; with smaller ones it would cost more than it gives."""
+"""For so long a thread that submits lets go of the interpreter after a plan of so many bytes or more: the pool's threads, which wake up in
+that time, get it else only after the interpreter's switch interval (5 ms) or when all plans are made. It saves 5 to 15 % of a fetch of
+samples of 2,048 to 16,384 tokens; with smaller ones it would cost more than it gives."""
 GAP_BYTES_LOCAL: Final = 4 << 10
 GAP_BYTES_REMOTE: Final = 64 << 10
 
@@ -152,9 +152,8 @@ class Reader:
         ``counters``. Raises ``PayloadError`` for a buffer whose dtype does not hold the stored one; dense rows may be read into a wider
         one.
         """
-        idle = self._pool.is_idle()
         futures = self._start(plan, out, step, ReadCounters() if tally is None else tally)
-        if futures and (idle or plan.byte_count >= HAND_OVER_BYTES):
+        if plan.byte_count >= HAND_OVER_BYTES:
             time.sleep(HAND_OVER_S)
         return futures
 

@@ -73,11 +73,6 @@ class Threads:
             self._changed.notify()
         return future
 
-    def is_idle(self) -> bool:
-        """Whether no work waits or is under way."""
-        with self._lock:
-            return not self._queue and all(w.future is None for w in self._workers)
-
     def abandon(self, futures: Iterable[Future[None]], reason: str) -> int:
         """Ends futures that are not done with ``StoreUnavailable(reason)``; the threads that run them are given up and replaced.
 

@@ -76,25 +76,6 @@ def test_work_of_lower_priority_numbers_goes_first_and_equals_keep_their_order()
     assert pool.close(deadline_s=30) == 0
 
 
-def test_a_pool_is_idle_when_nothing_waits_and_nothing_is_under_way() -> None:
-    pool, release = Threads(1, name="t"), threading.Event()
-
-    def work() -> None:
-        release.wait(60)
-
-    try:
-        assert pool.is_idle()
-        futures = [pool.submit(work), pool.submit(work)]
-        assert not pool.is_idle()
-        release.set()
-        for future in futures:
-            future.result(60)
-    finally:
-        release.set()
-        pool.close(deadline_s=60)
-    assert pool.is_idle()
-
-
 def test_an_idle_thread_keeps_nothing_of_its_last_work() -> None:
     class Memory:
         def __call__(self) -> None: ...
