@@ -72,6 +72,19 @@ def shuffle_width(chunk_nbytes: int, itemsize: int) -> int:
     return next((w for w in _WIDTHS if w > itemsize and chunk_nbytes % (SHUFFLED_VALUES * w) == 0), itemsize)
 
 
+class Cut(NamedTuple):
+    """A part of every row of a chunk: some of its layers, or all of them between those of other chunks."""
+
+    pitch: int
+    """Bytes of a row in the chunk."""
+    left: int
+    """First wanted byte of each."""
+    width: int
+    """Wanted bytes of each."""
+    stride: int
+    """Bytes from row to row at the place."""
+
+
 class ChunkJob(NamedTuple):
     """One chunk, or a run of its decoded bytes, to its place."""
 
@@ -84,10 +97,17 @@ class ChunkJob(NamedTuple):
     skip: int
     """First decoded byte that is wanted."""
     take: int
-    """Wanted bytes; with all of them the chunk is whole."""
+    """Wanted bytes."""
     out: Memory
     at: int
     """First byte of ``out`` that they go to."""
+    cut: Cut | None = None
+    """With it ``skip`` and ``take`` are whole rows, of which it says what is wanted."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the chunk goes to its place just as it is."""
+        return self.take == self.nbytes and self.cut is None
 
 
 def unpack(
@@ -99,6 +119,7 @@ def unpack(
     index of the first chunk that is damaged and what is wrong with it; None if all is well. The crc finds damage, not forgery: every size
     that a chunk names is checked before it is followed.
     """
+    assert stored.flags.c_contiguous
     kernels, number = native.KERNELS, native.CODECS.get(codec.name)
     if kernels is None or number is None:
         return _unpack_by_one(stored, jobs, codec, placed=placed, check=check)
@@ -130,21 +151,29 @@ def _reason(code: int, stored: NDArray[np.uint8], job: ChunkJob, codec: Codec) -
 
 def _add(table: "array[int]", base: int, room: int, jobs: Sequence[ChunkJob], *, placed: bool = False, check: bool = True) -> None:
     """Adds jobs on ``room`` stored bytes at address ``base`` to a table."""
-    for offset, size, nbytes, skip, take, out, at in jobs:
-        if not (
-            0 <= offset <= room - size
-            and size >= CRC_BYTES
-            and 0 <= skip <= nbytes - take
-            and take >= 0
-            and 0 <= at <= len(out.bytes) - take
-        ):
-            raise IndexError(f"bytes [{skip}, +{take}) of {nbytes} of chunk [{offset}, +{size}) of {room} to {at} of {len(out.bytes)}")
+    for job in jobs:
+        offset, size, nbytes, skip, take, out, at, cut = job
+        fits = 0 <= offset <= room - size and size >= CRC_BYTES and 0 <= skip <= nbytes - take and take >= 0
+        if not fits or at < 0 or at + (take if cut is None else _span(job, cut)) > len(out.bytes):
+            where = f"[{skip}, +{take}) of {nbytes} in [{offset}, +{size}) of {room}"
+            raise IndexError(f"bytes {where} to {at} of {len(out.bytes)}, cut {cut}")
         packed = base + offset
         crc = packed + size - CRC_BYTES if check else 0
-        if placed and take == nbytes:
-            table.extend((out.address + at, nbytes, crc, nbytes, 0, nbytes, 0))
+        if placed and job.whole:
+            table.extend((out.address + at, nbytes, crc, nbytes, 0, nbytes, 0, 0, 0, 0, 0))
         else:
-            table.extend((packed, size - CRC_BYTES, crc, nbytes, skip, take, out.address + at))
+            table.extend((packed, size - CRC_BYTES, crc, nbytes, skip, take, out.address + at, *(cut or _NO_CUT)))
+
+
+def _span(job: ChunkJob, cut: Cut) -> int:
+    """Bytes from the first to the last of a cut at its place. Raises ``IndexError`` for a cut that is not one."""
+    pitch, left, width, stride = cut
+    if pitch <= 0 or not 0 <= left <= pitch - width or not 0 < width <= stride or job.skip % pitch or job.take % pitch:
+        raise IndexError(f"{cut} of rows [{job.skip}, +{job.take})")
+    return (job.take // pitch - 1) * stride + width if job.take else 0
+
+
+_NO_CUT: Final = (0, 0, 0, 0)
 
 
 class Fetch(NamedTuple):
@@ -208,19 +237,27 @@ def _unpack_by_one(
     stored: NDArray[np.uint8], jobs: Sequence[ChunkJob], codec: Codec, *, placed: bool, check: bool
 ) -> tuple[int, str] | None:
     for n, job in enumerate(jobs):
-        chunk, out = stored[job.offset : job.offset + job.size], job.out.bytes[job.at : job.at + job.take]
-        whole = job.take == job.nbytes
+        chunk, out = stored[job.offset : job.offset + job.size], job.out.bytes[job.at :]
         try:
-            if not (placed and whole):
-                decoded = out if whole else np.empty(job.nbytes, np.uint8)
+            if not job.whole:
+                decoded = np.empty(job.nbytes, np.uint8)
                 _decode(chunk, decoded, codec, check=check)
-                if not whole:
-                    out[:] = decoded[job.skip : job.skip + job.take]
+                _place(decoded[job.skip : job.skip + job.take], out, job.cut)
+            elif not placed:
+                _decode(chunk, out[: job.nbytes], codec, check=check)
             elif check:
-                check_chunk(out, chunk[-CRC_BYTES:])
+                check_chunk(out[: job.nbytes], chunk[-CRC_BYTES:])
         except ObjectCorrupt as e:
             return n, str(e)
     return None
+
+
+def _place(wanted: NDArray[np.uint8], out: NDArray[np.uint8], cut: Cut | None) -> None:
+    if cut is None:
+        out[: len(wanted)] = wanted
+        return
+    rows = wanted.reshape(-1, cut.pitch)[:, cut.left : cut.left + cut.width]
+    np.lib.stride_tricks.as_strided(out, rows.shape, (cut.stride, 1))[...] = rows
 
 
 def decode_chunk(stored: NDArray[np.uint8], out: NDArray[Any], codec: Codec) -> None:

@@ -23,7 +23,7 @@
 enum { OK = 0, BAD_CRC = 1, BAD_HEADER = 2, BAD_DATA = 3, BAD_SIZE = 4, NOT_MINE = 5, SCRATCH = 6, BAD_READ = 7 };
 enum { CODEC_NONE = 0, CODEC_LZ4 = 1 };
 
-/* One chunk, as seven int64 of a table that the caller fills. */
+/* One chunk, as eleven int64 of a table that the caller fills. */
 typedef struct {
     uint64_t packed;      /* address of the stored bytes, without their crc */
     int64_t packed_size;
@@ -32,9 +32,13 @@ typedef struct {
     int64_t skip;         /* of which ``take`` from ``skip`` on are wanted, */
     int64_t take;
     uint64_t out;         /* at this address; 0: only the crc is checked */
+    int64_t pitch;        /* 0: in one piece; else in rows of so many bytes, ``skip`` and ``take`` being whole rows, */
+    int64_t left;         /* of each of which ``width`` bytes from ``left`` on are wanted, */
+    int64_t width;
+    int64_t stride;       /* so many bytes apart at ``out`` */
 } job;
 
-static int is_whole(const job *j) { return j->skip == 0 && j->take == j->size; }
+static int is_whole(const job *j) { return j->skip == 0 && j->take == j->size && j->pitch == 0; }
 
 /* One ranged read of a file, as three int64; its chunks are the next ``jobs`` of the table. */
 typedef struct {
@@ -45,6 +49,23 @@ typedef struct {
 
 static uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 static uint64_t load64(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }
+
+/* What is wanted of the decoded bytes from ``begin`` to ``end`` of a chunk, to its place. */
+static void place(const job *j, const uint8_t *bytes, int64_t begin, int64_t end) {
+    int64_t first = begin > j->skip ? begin : j->skip, last = end < j->skip + j->take ? end : j->skip + j->take;
+    uint8_t *out = (uint8_t *)j->out;
+    if (first >= last) return;
+    if (j->pitch == 0) {
+        memcpy(out + first - j->skip, bytes + first - begin, (size_t)(last - first));
+        return;
+    }
+    for (int64_t row = first / j->pitch; row * j->pitch < last; row++) {
+        int64_t start = row * j->pitch + j->left, from = start > first ? start : first;
+        int64_t to = start + j->width < last ? start + j->width : last;
+        if (from < to)
+            memcpy(out + (row - j->skip / j->pitch) * j->stride + from - start, bytes + from - begin, (size_t)(to - from));
+    }
+}
 
 /* ---- crc32c ------------------------------------------------------------------------------------------------------------------------
  * Folding by carry-less multiplication (Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ", Intel 2009): a
@@ -530,7 +551,7 @@ static void join_bits(const uint8_t *scratch, uint8_t *out, int64_t length, int 
     memcpy(out + values * width, scratch + values * width, (size_t)(length - values * width));
 }
 
-/* Only the blocks of which something is wanted are decoded; one of which not all is wanted goes through the second half of ``scratch``. */
+/* Only the blocks of which something is wanted are decoded; one that is not wanted in one piece goes by the second half of ``scratch``. */
 static int blosc_decode(const job *j, uint8_t *scratch, int64_t scratch_size) {
     const uint8_t *in = (const uint8_t *)j->packed;
     uint8_t *out = (uint8_t *)j->out;
@@ -543,7 +564,7 @@ static int blosc_decode(const job *j, uint8_t *scratch, int64_t scratch_size) {
         return BAD_HEADER;
     if (flags & MEMCPYED) {
         if (in_size != HEADER + size) return BAD_HEADER;
-        memcpy(out, in + HEADER + first, (size_t)j->take);
+        place(j, in + HEADER, 0, size);
         return OK;
     }
     if ((flags & (BITSHUFFLE | 1)) != BITSHUFFLE || (width != 1 && width != 2 && width != 4)) return NOT_MINE;
@@ -556,14 +577,12 @@ static int blosc_decode(const job *j, uint8_t *scratch, int64_t scratch_size) {
         int full = length == block && width <= SPLITS_MAX && length / width >= SPLIT_VALUES_MIN;
         int code = blosc_block(in + start, in + in_size, scratch, length, !(flags & DONT_SPLIT) && full ? width : 1);
         if (code != OK) return code;
-        if (begin >= first && begin + length <= last) {
+        if (begin >= first && begin + length <= last && j->pitch == 0) {
             join_bits(scratch, out + begin - first, length, width);
             continue;
         }
-        uint8_t *spare = scratch + block + SLACK;
-        int64_t from = begin < first ? first : begin, to = begin + length < last ? begin + length : last;
-        join_bits(scratch, spare, length, width);
-        memcpy(out + from - first, spare + from - begin, (size_t)(to - from));
+        join_bits(scratch, scratch + block + SLACK, length, width);
+        place(j, scratch + block + SLACK, begin, begin + length);
     }
     return OK;
 }
@@ -648,7 +667,7 @@ static int unpack(const job *j, int codec, uint8_t *scratch, int64_t scratch_siz
     if (codec == CODEC_LZ4) return blosc_decode(j, scratch, scratch_size);
     if (codec != CODEC_NONE) return NOT_MINE;
     if (j->packed_size != j->size) return BAD_SIZE;
-    memcpy((uint8_t *)j->out, packed + j->skip, (size_t)j->take);
+    place(j, packed, 0, j->size);
     return OK;
 }
 

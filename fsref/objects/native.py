@@ -38,9 +38,9 @@ WIDTHS: Final = (1, 2, 4)
 """Bytes of a value whose bits the kernels shuffle."""
 SLACK: Final = 32
 """Bytes of scratch memory beyond a block, see ``kernels.c``."""
-JOB_VALUES: Final = 7
+JOB_VALUES: Final = 11
 """int64 of one chunk in a table: address of the stored bytes, their size without the crc, address of the crc (0: unchecked), number of
-decoded bytes, first wanted one, number of wanted ones, address of their place (0: only checked)."""
+decoded bytes, first wanted one, number of wanted ones, address of their place (0: only checked), then the four of a ``Cut``, or zeros."""
 RANGE_VALUES: Final = 3
 """int64 of one ranged read: offset in the file, size, number of chunks."""
 

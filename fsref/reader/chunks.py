@@ -14,10 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsref.errors import ObjectCorrupt
-from fsref.objects import CRC_BYTES, ChunkJob, Fetch, Fetched, Memory, decode_chunk, fetch, unpack
+from fsref.objects import CRC_BYTES, ChunkJob, Cut, Fetch, Fetched, Memory, decode_chunk, fetch, unpack
 from fsref.plan import ChunkRead, FieldRead, Request, SegmentRead
 from fsref.reader.buffers import DenseOut, Out, RaggedOut
 from fsref.refs import Codec
+
+
+class Band(NamedTuple):
+    """Layers side by side that a read wants of chunks that hold others too, or not all of them."""
+
+    pitch: int
+    """Bytes of a row in a chunk."""
+    layer_bytes: int
+    chunk_layers: int
+    start: int
+    stop: int
+    """Positions on the layer axis."""
 
 
 class Spot(NamedTuple):
@@ -34,6 +46,8 @@ class Spot(NamedTuple):
     """Whether what stands in a chunk before the wanted rows must be seen too, as counts must."""
     value_bytes: int
     """Of a single value: what bitshuffle takes at once, or less."""
+    band: Band | None = None
+    """What of each row a chunk gives, where it is not all of it."""
 
 
 Spots = Mapping[tuple[int, str], Spot]
@@ -60,8 +74,8 @@ def _spots(segment: SegmentRead, out: Out) -> Spots:
     for n, read in enumerate(segment.fields):
         target, rows = out[read.field.name], read.rows
         if isinstance(target, DenseOut):
-            if _fits(read, target.rows):
-                found[n, ""] = _spot(target.rows, read.out_start - rows.start, rows.start, rows.stop)
+            if (spot := _dense_spot(read, target.rows)) is not None:
+                found[n, ""] = spot
             continue
         for column, values in (("counts", target.counts), *target.row_columns.items()):
             if values.flags.c_contiguous:
@@ -73,17 +87,22 @@ def _spots(segment: SegmentRead, out: Out) -> Spots:
     return found
 
 
-def _fits(read: FieldRead, rows: NDArray[Any]) -> bool:
-    """Whether a dense field's chunks hold rows just as they stand in the caller's buffer."""
+def _dense_spot(read: FieldRead, rows: NDArray[Any]) -> Spot | None:
+    """None for a dense field of which another form is wanted, or layers that do not lie side by side."""
     shape = read.field.row_shape
-    return (
-        read.copies == 1
-        and not read.layers
-        and rows.dtype == read.field.dtype
-        and rows.shape[1:] == shape
-        and (not read.field.layers_per_chunk or read.field.layers_per_chunk == shape[0])
-        and rows.flags.c_contiguous
-    )
+    layers = read.layers or tuple(range(shape[0] if shape else 0))
+    if read.copies != 1 or rows.dtype != read.field.dtype or not rows.flags.c_contiguous:
+        return None
+    if rows.shape[1:] != ((len(layers), *shape[1:]) if shape else ()) or layers != tuple(
+        range(layers[0], layers[-1] + 1) if layers else ()
+    ):
+        return None
+    spot = _spot(rows, read.out_start - read.rows.start, read.rows.start, read.rows.stop)
+    if not shape or (len(layers) == shape[0] and read.field.layers_per_chunk in (0, shape[0])):
+        return spot
+    chunk_layers = read.field.layers_per_chunk or shape[0]
+    layer_bytes = rows.dtype.itemsize * math.prod(shape[1:])
+    return spot._replace(band=Band(chunk_layers * layer_bytes, layer_bytes, chunk_layers, layers[0], layers[-1] + 1))
 
 
 def _spot(values: NDArray[Any], shift: int, start: int, stop: int, *, lead: bool = False) -> Spot:
@@ -95,11 +114,11 @@ class Sorted(NamedTuple):
     """A request's chunks by the way they go."""
 
     jobs: Sequence[ChunkJob]
-    """Of which a run of bytes is wanted just as it stands: straight to their places."""
+    """Of which a run of bytes, or the same part of every row, is wanted just as it stands: straight to their places."""
     numbers: Sequence[int]
     """Of ``jobs``, among the request's chunks."""
     others: Sequence[ChunkRead]
-    """Of which some layers are wanted, or which another form is wanted of, or which several reads want something of."""
+    """Of which layers are wanted that do not lie side by side, or another form, or something by several reads."""
 
 
 def sort_chunks(request: Request, spots: Spots) -> Sorted:
@@ -109,17 +128,30 @@ def sort_chunks(request: Request, spots: Spots) -> Sorted:
     others: list[ChunkRead] = []
     shared = () if once_each(request) else {offset for offset, count in Counter(c.offset for c in request.chunks).items() if count > 1}
     for n, chunk in enumerate(request.chunks):
-        offset, size, nbytes, number, column, _, first, last, _ = chunk
+        offset, size, nbytes, number, column, _, first, last, layer = chunk
         spot = spots.get((number, column))
         if spot is not None and offset not in shared:
-            memory, item, shift, start, stop, lead, _ = spot
+            memory, item, shift, start, stop, lead, _, band = spot
             begin, end = max(first, start), min(last, stop)
             if begin == first or not lead:
-                jobs.append(ChunkJob(offset, size, nbytes, (begin - first) * item, (end - begin) * item, memory, (begin + shift) * item))
+                at = (begin + shift) * item
+                if band is None:
+                    jobs.append(ChunkJob(offset, size, nbytes, (begin - first) * item, (end - begin) * item, memory, at))
+                else:
+                    cut, left = _cut(band, layer, item)
+                    run = ((begin - first) * cut.pitch, (end - begin) * cut.pitch)
+                    jobs.append(ChunkJob(offset, size, nbytes, *run, memory, at + left, cut))
                 numbers.append(n)
                 continue
         others.append(chunk)
     return Sorted(jobs, numbers, others)
+
+
+def _cut(band: Band, layer: int, stride: int) -> tuple[Cut, int]:
+    """What a chunk whose first layer is ``layer`` gives of each row, and where in the row's place it goes."""
+    start, stop = max(band.start, layer), min(band.stop, layer + band.chunk_layers)
+    cut = Cut(band.pitch, (start - layer) * band.layer_bytes, (stop - start) * band.layer_bytes, stride)
+    return cut, (start - band.start) * band.layer_bytes
 
 
 def once_each(request: Request) -> bool:
@@ -136,10 +168,10 @@ def scattered(stored: NDArray[np.uint8], request: Request, chunks: Sorted) -> li
     """Where a request's bytes go, in order: whole chunks to their places, everything else to its own offset in ``stored``."""
     outs: list[NDArray[np.uint8]] = []
     done = 0
-    for offset, _, nbytes, _, take, out, at in chunks.jobs:
-        if take == nbytes:
-            outs += [stored[done:offset], out.bytes[at : at + nbytes]]
-            done = offset + nbytes
+    for job in chunks.jobs:
+        if job.whole:
+            outs += [stored[done : job.offset], job.out.bytes[job.at : job.at + job.nbytes]]
+            done = job.offset + job.nbytes
     return [*outs, stored[done : request.size]]
 
 

@@ -19,7 +19,7 @@ from numcodecs import blosc
 from numpy.typing import NDArray
 
 from fsref.doctor import kernels as doctor_line
-from fsref.objects import ChunkJob, Fetch, Memory, encode_chunk, fetch, native, unpack
+from fsref.objects import ChunkJob, Cut, Fetch, Memory, encode_chunk, fetch, native, unpack
 from fsref.objects.codec import crc32c, shuffle_width
 from fsref.reader import Reader
 from fsref.refs import Codec, Dense, Ragged, TokenRange
@@ -188,6 +188,44 @@ def test_any_run_of_a_chunks_bytes_comes_alone(count: int, codec_level: int, beg
         assert unpack(stored, [job], codec, placed=placed and name == "none") is None
         assert guarded[32:-32].tobytes() == values[skip : skip + take].tobytes() or (placed and name != "none")
         assert set(guarded[:32]) | set(guarded[-32:]) == {0xA5}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(["lz4", "none", "zstd"]), st.sampled_from([1, 5]), st.booleans())
+def test_a_part_of_every_row_comes_alone(data: st.DataObject, name: str, codec_level: int, with_kernels: bool) -> None:
+    loaded = kernels()
+    pitch, rows = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 300))
+    left = data.draw(st.integers(0, pitch - 1))
+    width = data.draw(st.integers(1, pitch - left))
+    stride = width + data.draw(st.integers(0, 40))
+    first = data.draw(st.integers(0, rows))
+    count = data.draw(st.integers(0, rows - first))
+    padding = data.draw(st.integers(0, 50))
+    values = (np.arange(rows * pitch + padding) * 7919 % 251 % 128).astype(np.uint8)
+    codec = Codec(name=name, level=codec_level)  # type: ignore[arg-type]
+    packed, crc = encode_chunk(values, codec)
+    stored = np.frombuffer(bytes(packed) + crc, np.uint8)
+    guarded = np.full(count * stride + 100, 0xA5, np.uint8)
+    job = ChunkJob(0, len(stored), len(values), first * pitch, count * pitch, Memory(guarded), 32, Cut(pitch, left, width, stride))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "KERNELS", loaded if with_kernels else None)
+        assert unpack(stored, [job], codec) is None
+    expected = np.full_like(guarded, 0xA5)
+    for row in range(count):
+        at = (first + row) * pitch + left
+        expected[32 + row * stride : 32 + row * stride + width] = values[at : at + width]
+    assert np.array_equal(guarded, expected)
+
+
+def test_a_cut_that_is_none_or_does_not_fit_is_refused() -> None:
+    kernels()
+    stored, out = np.zeros(104, np.uint8), Memory(np.zeros(50, np.uint8))
+    good = ChunkJob(0, 104, 100, 0, 100, out, 0, Cut(10, 2, 5, 5))
+    assert unpack(stored, [good], NONE, check=False) is None
+    cuts = [Cut(10, 6, 5, 5), Cut(10, -1, 5, 5), Cut(10, 0, 5, 4), Cut(10, 0, 0, 5), Cut(10, 0, 5, 6), Cut(7, 0, 5, 5), Cut(0, 0, 0, 0)]
+    for job in [*(good._replace(cut=c) for c in cuts), good._replace(skip=5, take=50), good._replace(at=1)]:
+        with pytest.raises(IndexError):
+            unpack(stored, [job], NONE)
 
 
 def test_the_first_damaged_chunk_is_named_and_those_before_it_are_there() -> None:
@@ -387,17 +425,26 @@ for n in range(6000):
     bad, size = (damaged if n % 2 else written)(n // 2)
     skip = pick(0, 0, int(rng.integers(size)), size)
     take = pick(size - skip, size - skip, int(rng.integers(size - skip + 1)), 0)
-    out = np.zeros(take, np.uint8)
-    table = array("q", (bad.ctypes.data, len(bad), 0, size, skip, take, out.ctypes.data))
+    cut, needed = (0, 0, 0, 0), take
+    if n % 3 == 2:  # a part of every row
+        pitch = int(rng.integers(1, 300))
+        first, count = int(rng.integers(size // pitch + 1)), int(rng.integers(size // pitch + 1))
+        count = min(count, size // pitch - first)
+        left = int(rng.integers(pitch))
+        width = int(rng.integers(1, pitch - left + 1))
+        cut = (pitch, left, width, width + int(rng.integers(50)))
+        skip, take, needed = first * pitch, count * pitch, (count - 1) * cut[3] + width if count else 0
+    out = np.zeros(needed, np.uint8)
+    table = array("q", (bad.ctypes.data, len(bad), 0, size, skip, take, out.ctypes.data, *cut))
     room = min(int.from_bytes(bad[8:12].tobytes(), "little"), size) + native.SLACK
-    scratch = native.Memory(np.empty(max(0, (1 + (take < size)) * room - pick(0, 0, 0, 1, 40)), np.uint8))
+    scratch = native.Memory(np.empty(max(0, (1 + (take < size or cut[0] > 0)) * room - pick(0, 0, 0, 1, 40)), np.uint8))
     code, _ = kernels.unpack(table, 1, scratch=scratch)
     counts[n % 2, code] = counts.get((n % 2, code), 0) + 1
     kernels.crc32c(0, bad.ctypes.data, len(bad))
-    if not take:
+    if not needed:
         continue
-    again = np.empty(take, np.uint8)
-    block = pick(take, max(1, take // 3))
+    again = np.empty(needed, np.uint8)
+    block = pick(needed, max(1, needed // 3))
     made = kernels.pack(out, 1, block, scratch=native.Memory(np.empty(block + native.TABLE_BYTES, np.uint8)))[:-4].copy()
     blosc.decompress(made, again)
     assert np.array_equal(out, again)

@@ -10,10 +10,10 @@ import pytest
 from fsref.errors import ObjectCorrupt
 from fsref.objects import Fetch, Fetched, native
 from fsref.plan import ReadPlan
-from fsref.reader import Reader, allocate
+from fsref.reader import Reader, allocate, chunks
 from fsref.reader.buffers import DenseOut
 from fsref.reader.chunks import Placer
-from fsref.refs import Codec, Dense, PayloadRef, Schema, object_name, routed_experts
+from fsref.refs import Codec, Dense, PayloadRef, Schema, TokenRange, object_name, routed_experts
 from fsref.store.posix import PosixFile, PosixStore
 from fsref.writer import Receipts, Writer
 from tests.support import needs
@@ -141,3 +141,30 @@ def test_a_buffer_that_is_read_only_is_refused_and_stays_as_it_is(world: World) 
         with pytest.raises(ValueError, match="read-only"):
             reader.read_into(plan, {"routed_experts": DenseOut(rows)})
     assert not any(given)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "none", "zstd"])
+@pytest.mark.parametrize("layers_per_chunk", [0, 3])
+@pytest.mark.parametrize("layers", [(10, 11, 12, 13), (14, 15, 16, 17), (12,), (13, 14), (11, 13), (17, 16)])
+def test_layers_side_by_side_go_straight_to_their_places_and_others_by_scratch_memory(
+    tmp_path: Path, codec: str, layers_per_chunk: int, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = routed_experts(layer_ids=range(10, 18), top_k=2, expert_count=100, layers_per_chunk=layers_per_chunk)
+    world = World(tmp_path, Schema((field,), codec=Codec(name=codec)))  # type: ignore[arg-type]
+    apart: list[int] = []
+    decode = chunks.decode_chunk  # type: ignore[attr-defined]
+
+    def counted(stored: Any, out: Any, how: Codec) -> None:
+        apart.append(len(out))
+        decode(stored, out, how)
+
+    monkeypatch.setattr(chunks, "decode_chunk", counted)
+    rows = world.arrays.fields["routed_experts"]
+    assert isinstance(rows, Dense)
+    with world.reader() as reader:
+        for tokens in (TokenRange(0, TOKENS), TokenRange(100, 5000), TokenRange(TOKENS - 1, TOKENS)):
+            found = reader.read(world.ref, tokens=tokens, layers=layers)["routed_experts"]
+            assert isinstance(found, Dense)
+            assert np.array_equal(found.rows, rows.rows[tokens.start : tokens.stop][:, [layer - 10 for layer in layers]])
+    side_by_side = list(layers) == list(range(layers[0], layers[-1] + 1))
+    assert bool(apart) != side_by_side
