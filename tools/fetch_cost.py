@@ -352,9 +352,9 @@ def section(found: dict[str, Any]) -> list[str]:
         )
     lines += [
         "",
-        "The limit is unpacking, and so the cores; reading from the page cache is a tenth of it or less, and more threads than",
-        "cores add nothing. Chunks of all layers are unpacked straight into the caller's buffer. Chunks of some layers are unpacked beside",
-        "it and copied in, row by row of the token axis: hence the lower ratio of the smaller chunks.",
+        "The limit is unpacking, and so the cores; reading from the page cache is a third to a half of it, and more threads than cores",
+        "add nothing. Chunks of all layers are unpacked straight into the caller's buffer. Of chunks of some layers each block is unpacked",
+        "beside it, and its rows are laid between those of the others: hence the lower rate of the smaller chunks.",
         "",
         "**Exposed time.** A trainer that sleeps for a known time per step, with the next step prefetched:",
         "",

@@ -37,15 +37,13 @@ READING: Final = {
         "processor time was within 9 % of that."
     ),
     "tokens of a sample": (
-        "By processor time a token costs the same from 4,096 tokens on: the codec is the cost. Below, a sample is one or two token "
-        "ranges and the Python per sample, field and request shows (`fetch-none` under [Profiles](#profiles)). The last row is one "
-        "sample at a time: its fields are tasks of unequal length, of which the last runs alone."
+        "By processor time a token costs nearly the same from 16,384 tokens on: reading and unpacking are the cost. Below, a sample is one "
+        "to four token ranges and the Python per sample, field and request shows (`fetch-none` under [Profiles](#profiles))."
     ),
     "threads": (
-        "The processor time hardly changes, since unpacking is all that takes long and reads from the page cache do not wait: so "
-        "throughput grows with the threads that find a core free, and with no others. What else ran took its share of the two cores "
-        "here (see the load); [on a quiet machine](results.md#fetching) two threads did about twice what one did, and more than "
-        "cores added nothing. Storage with latency is another matter: there more threads than cores wait side by side."
+        "The processor time hardly changes, since reads from the page cache do not wait: so throughput grows with the threads that find a "
+        "core free, and with no others. Two threads do 1.5 times what one does: plans are made by one thread, memory is shared, and at "
+        "9 GB/s both show. Storage with latency is another matter: there more threads than cores wait side by side."
     ),
     "ranks": (
         "Processes of one thread each that read the same samples for a second at once; *slowest* and *fastest* are of single ranks. "
