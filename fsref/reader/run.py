@@ -8,13 +8,12 @@ at the deadline, with its buffers: whatever it writes later goes to memory that 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -25,74 +24,19 @@ from fsref.nodecache import NodeCache
 from fsref.objects import Fetch, can_fetch
 from fsref.plan import Overlap, ReadPlan, Request, missing_ranges, plan_read, present_fields
 from fsref.reader.buffers import Out, allocate, check_buffers, result, shifted
-from fsref.reader.chunks import Destination, Placer, can_scatter, scattered, sort_chunks
+from fsref.reader.chunks import Placer, can_scatter, scattered, sort_chunks
 from fsref.reader.source import Source, spans
+from fsref.reader.tasks import ReadCounters, Task, cut, request_limits
 from fsref.refs import FieldData, PayloadRef, Schema, TokenRange
 from fsref.refs.merge import same_rows
 from fsref.store import Store
 from fsref.store.threads import Threads
 
-REQUEST_BYTES_LOCAL: Final = 2 << 20
-"""Ranged reads of 1-2 MiB are fastest on local files: the decoder finds the bytes in cache."""
-REQUEST_BYTES_REMOTE: Final = 256 << 20
-"""On networks one request per object where ranges touch."""
-TASK_BYTES: Final = 8 << 20
 HAND_OVER_S: Final = 50e-6
 HAND_OVER_BYTES: Final = 2 << 20
 """For so long a thread that submits lets go of the interpreter after a plan of so many bytes or more: the pool's threads, which wake up in
 that time, get it else only after the interpreter's switch interval (5 ms) or when all plans are made. It saves 5 to 15 % of a fetch of
 samples of 2,048 to 16,384 tokens; with smaller ones it would cost more than it gives."""
-GAP_BYTES_LOCAL: Final = 4 << 10
-GAP_BYTES_REMOTE: Final = 64 << 10
-
-
-def request_limits(store: Store) -> tuple[int, int]:
-    """``request_bytes_max`` and ``gap_bytes_max`` of plans against this store."""
-    if store.posix_path is not None:
-        return REQUEST_BYTES_LOCAL, GAP_BYTES_LOCAL
-    return REQUEST_BYTES_REMOTE, GAP_BYTES_REMOTE
-
-
-@dataclass
-class ReadCounters:
-    """What a reader did; plain numbers that a metrics hook may copy."""
-
-    requests: int = 0
-    """Ranged reads from the store."""
-    bytes_fetched: int = 0
-    """From the store; what another rank of the node had fetched is not in it."""
-    retries: int = 0
-    abandoned: int = 0
-    """Threads that were stuck in a read and given up."""
-    conflicts: int = 0
-    """Rows for which a later segment of a reference says otherwise than the one that counts."""
-
-
-class _Task(NamedTuple):
-    """A part of one segment's requests."""
-
-    to: Destination
-    requests: tuple[Request, ...]
-    step: int
-    tally: ReadCounters
-
-
-def _tasks(plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> Iterator[_Task]:
-    """Parts of about ``TASK_BYTES`` each, as even as requests allow: a small last one leaves a thread idle and opens a file for little."""
-    for number, segment in enumerate(plan.segments):
-        to = Destination.of(segment, number, out)
-        total = sum(r.size for r in segment.requests)
-        part_bytes = total / max(1, round(total / TASK_BYTES))
-        group: list[Request] = []
-        done, bound = 0, part_bytes
-        for request in segment.requests:
-            group.append(request)
-            done += request.size
-            if done >= bound:
-                yield _Task(to, tuple(group), step, tally)
-                group, bound = [], bound + part_bytes
-        if group:
-            yield _Task(to, tuple(group), step, tally)
 
 
 class Reader:
@@ -159,7 +103,7 @@ class Reader:
 
     def _start(self, plan: ReadPlan, out: Out, step: int, tally: ReadCounters) -> list[Future[None]]:
         check_buffers(plan, out)
-        tasks = list(_tasks(plan, out, step, tally))
+        tasks = list(cut(plan, out, step, tally))
         if self._cache is not None and tasks:
             # Ranks that want the same begin at different places: each fetches a part, and finds the others' when it comes to them.
             first = self._cache.member * len(tasks) // max(1, self._cache.member_count) % len(tasks)
@@ -234,12 +178,12 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, task: "_Task") -> None:
+    def _run(self, task: Task) -> None:
         with Source(self._store, task.to.segment) as source:
             for request in self._run_at_once(source, task) if self._at_once else task.requests:
                 self._retry(partial(self._read_request, source, request, task), f"reading {task.to.segment.object_id}", task)
 
-    def _run_at_once(self, source: Source, task: "_Task") -> Sequence[Request]:
+    def _run_at_once(self, source: Source, task: Task) -> Sequence[Request]:
         """Does all that goes without a look at the errors, without coming back to Python in between; returns the requests that are left."""
         reads: list[Fetch] = []
         fetched: list[Request] = []
@@ -261,7 +205,7 @@ class Reader:
         self._count(task, requests=found.read, bytes_fetched=size, retries=int(found.failed))
         return [*fetched[found.done :], *left]
 
-    def _read_request(self, source: Source, request: Request, task: "_Task") -> None:
+    def _read_request(self, source: Source, request: Request, task: Task) -> None:
         chunks = sort_chunks(request, task.to.spots)
         try:
             if self._views:
@@ -287,7 +231,7 @@ class Reader:
             source.close()  # a handle may be what is wrong: the next attempt opens the object anew
             raise
 
-    def _load(self, source: Source, request: Request, task: "_Task", outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]) -> bool:
+    def _load(self, source: Source, request: Request, task: Task, outs: Sequence[NDArray[np.uint8]], stored: NDArray[np.uint8]) -> bool:
         """Fills ``outs`` (with a cache: ``stored``) with the request's bytes; whether any were fetched by another rank, or before."""
         if self._cache is None:
             source.read_into(request.offset, outs)
@@ -300,14 +244,14 @@ class Reader:
 
         return self._cache.fill(task.to.segment.object_id, spans(request), stored, fetch, step=task.step) > 0
 
-    def _count(self, task: "_Task", *, requests: int = 0, bytes_fetched: int = 0, retries: int = 0) -> None:
+    def _count(self, task: Task, *, requests: int = 0, bytes_fetched: int = 0, retries: int = 0) -> None:
         with self._lock:
             for counters in (self.counters, task.tally):
                 counters.requests += requests
                 counters.bytes_fetched += bytes_fetched
                 counters.retries += retries
 
-    def _retry(self, work: Callable[[], None], asked: str, task: "_Task") -> None:
+    def _retry(self, work: Callable[[], None], asked: str, task: Task) -> None:
         """Runs ``work`` again, with growing random waits, for errors that may heal: a network filesystem's late view, a flipped bit."""
         end = time.monotonic() + self._retry_s
         failures: list[StoreError] = []
