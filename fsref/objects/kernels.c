@@ -1,7 +1,7 @@
 /* Chunks to their places: read, crc32c, then Blosc (LZ4, bitshuffle) or a copy. No Python, no state.
  *
  * Every length, offset and size in the input is checked before it is followed, so that a damaged or forged chunk is an error code and never
- * a read or write out of bounds; tests/objects/test_native.py runs this file under the address sanitizer. Called without the GIL.
+ * a read or write out of bounds; tests/objects/test_kernels.py runs this file under the sanitizers. Called without the GIL.
  *
  * Formats: Blosc 1 chunks (github.com/Blosc/c-blosc, README_CHUNK_FORMAT.rst), LZ4 blocks (github.com/lz4/lz4, doc/lz4_Block_format.md).
  * x86-64 only. What a processor has is asked once, when the library is loaded.
