@@ -12,6 +12,7 @@ import pytest
 from numcodecs import blosc
 
 from fsref.errors import BadRef, ConfigError, PayloadError, WireError
+from fsref.objects import native
 from fsref.orchestrator.samples import Sample, check_hash
 from fsref.plan import State, chunk_tokens, missing_ranges, states
 from fsref.plan.padding import padded, prompt_and_completion, rectangle, take
@@ -41,6 +42,7 @@ from fsref.wire import modelconfig, routing, text
 from fsref.wire.modelconfig import ModelShape, model_shape
 from fsref.wire.npy import encode_npy
 from fsref.writer import Receipts, Writer
+from tests.support import needs
 
 
 @pytest.fixture(scope="module")
@@ -448,12 +450,19 @@ def test_after_the_first_decode_only_raw_bytes_move(store: Store, monkeypatch: p
 
 
 @pytest.mark.payload("G2")
-def test_encoding_lets_other_threads_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "numcodecs"])
+def test_encoding_lets_other_threads_run(kernels: bool, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without forced switches a thread runs beside the compressor only where that gives the interpreter away."""
+    if kernels:
+        needs.program("cc")
+        assert native.KERNELS is not None
+    else:
+        monkeypatch.setattr(native, "KERNELS", None)
+    owner, name = (native.Kernels, "pack") if kernels else (blosc, "compress")
     schema = Schema((routed_experts(layer_ids=range(48), top_k=8, expert_count=128),))
     rows = np.random.default_rng(0).integers(0, 128, (16_384, 48, 8)).astype(np.uint8)
     ticks, inside, done = [0], [0], threading.Event()
-    real = blosc.compress
+    real = getattr(owner, name)
 
     def compress(*args: Any, **kwargs: Any) -> Any:
         before = ticks[0]
@@ -470,7 +479,7 @@ def test_encoding_lets_other_threads_run(store: Store, monkeypatch: pytest.Monke
         finally:
             done.set()
 
-    monkeypatch.setattr(blosc, "compress", compress)
+    monkeypatch.setattr(owner, name, compress)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
