@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from fsref.bench.measure import machine
 from fsref.bench.shapes import payload, shape_of
 from fsref.bench.workload import Options
-from fsref.objects import Memory, decode_chunk  # also turns Blosc's own threads off
-from fsref.objects.codec import block_bytes, shuffle_width
-from fsref.objects.native import KERNELS, TABLE_BYTES, Kernels
+from fsref.objects import decode_chunk  # also turns Blosc's own threads off
+from fsref.objects.codec import pack_chunk, shuffle_width
+from fsref.objects.native import KERNELS
 from fsref.plan.layout import CHUNK_TOKENS_MIN, SHUFFLED_VALUES
 from fsref.refs import Codec, Dense, Ragged
 
@@ -128,7 +128,7 @@ def ways(experts: int, example: NDArray[Any]) -> dict[str, Way]:
     if shuffle_width(example.nbytes, example.itemsize) != example.itemsize:
         out[OWN_WIDTH] = _blosc_way(Codec().name, Codec().level, "bitshuffle", own_width=True)
     if KERNELS is not None:
-        out[OWN_KERNELS] = Way(partial(_packed, KERNELS), partial(decode_chunk, codec=Codec()))
+        out[OWN_KERNELS] = Way(partial(pack_chunk, KERNELS, level=Codec().level), partial(decode_chunk, codec=Codec()))
     out["none"] = Way(lambda c: c.copy(), lambda p, o: np.copyto(o, p))
     if experts:
         out[f"{DEFAULT}, layers first"] = Way(_layers_first, _layers_last)
@@ -155,13 +155,6 @@ def _into(packed: Any, out: NDArray[Any]) -> None:
 
 
 _default: Final = _blosc_way(Codec().name, Codec().level, "bitshuffle").encode
-
-
-def _packed(kernels: Kernels, chunk: NDArray[Any]) -> NDArray[np.uint8]:
-    """A chunk as objects hold it, with its crc."""
-    width = shuffle_width(chunk.nbytes, chunk.itemsize)
-    block = block_bytes(Codec().level, chunk.nbytes, width)
-    return kernels.pack(chunk, width, block, scratch=Memory(np.empty(block + TABLE_BYTES, np.uint8)))
 
 
 def _layers_first(chunk_TLK: NDArray[Any]) -> Any:

@@ -43,11 +43,16 @@ def encode_chunk(chunk: NDArray[Any], codec: Codec) -> tuple[bytes | NDArray[np.
         return packed, crc32c(packed).to_bytes(CRC_BYTES, "little")
     width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
     if native.KERNELS is not None and codec.name == "lz4" and codec.level and width in native.WIDTHS and chunk.nbytes:
-        block = block_bytes(codec.level, chunk.nbytes, width)
-        made = native.KERNELS.pack(chunk, width, block, scratch=_scratch.memory)
+        made = pack_chunk(native.KERNELS, chunk, codec.level)
         return made[:-CRC_BYTES], made[-CRC_BYTES:].tobytes()
     packed = blosc.compress(chunk, _CNAMES[codec.name], codec.level, blosc.BITSHUFFLE, typesize=width)
     return packed, google_crc32c.value(packed).to_bytes(CRC_BYTES, "little")
+
+
+def pack_chunk(kernels: native.Kernels, chunk: NDArray[Any], level: int) -> NDArray[np.uint8]:
+    """A chunk packed by the kernels with LZ4, its crc behind it: uint8 [n]. ``level``: 1 to 9."""
+    width = shuffle_width(chunk.nbytes, chunk.dtype.itemsize)
+    return kernels.pack(chunk, width, block_bytes(level, chunk.nbytes, width), scratch=_scratch.memory)
 
 
 def block_bytes(level: int, chunk_nbytes: int, width: int) -> int:
