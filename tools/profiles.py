@@ -217,7 +217,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """``TOP`` cells, the last ones empty where there are fewer."""
-    cells = [(f"`{r['where'].replace('|', '/')}`", f"{r['share']:.1%}") for r in rows if r["where"]][:TOP]
+    cells = [(f"`{r['where'].replace('|', '/')}`", f"{r['share']:.1%}") for r in rows[:TOP]]
     return cells + [("-", "-")] * (TOP - len(cells))
 
 
